@@ -28,6 +28,9 @@ class Ops {
   // Blocks into wire layout, bit-exact.
   virtual StreamPosition GatherTokens(const TokenCopyParams& params, Stream& stream) = 0;
 
+  // Bytes between host and device memory, either way.
+  virtual StreamPosition CopyBytes(const ByteCopyParams& params, Stream& stream) = 0;
+
   // A_g = K P in FP32, rounded to BF16 (nearest even), within 1 BF16 ulp of the float64 product.
   virtual StreamPosition ProjectKeys(const ProjectKeysParams& params, Stream& stream) = 0;
 

@@ -77,6 +77,17 @@ struct TokenCopyParams {
   int64_t num_copies = 0;
 };
 
+// Bytes as they are, from anywhere to anywhere that the device can address.
+struct ByteCopy {
+  std::byte* to = nullptr;
+  const std::byte* from = nullptr;
+  int64_t bytes = 0;
+};
+struct ByteCopyParams {
+  const ByteCopy* copies = nullptr;
+  int64_t num_copies = 0;
+};
+
 // A_g = K P for some tokens of a block. A_g of a block is [kv_head, token, rank] BF16.
 struct ProjectBlock {
   const std::byte* block = nullptr;  // K as KvLayout reads it
