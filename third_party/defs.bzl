@@ -65,6 +65,8 @@ def sluice_cc_test(name, copts = [], linkopts = [], deps = [], **kwargs):
       deps: libraries; GoogleTest need not be among them.
       **kwargs: passed on.
     """
+    # Where TSAN_OPTIONS of --config=tsan looks for it: test programs start at the top of their runfiles.
+    kwargs["data"] = kwargs.get("data", []) + ["//third_party/sanitizers:tsan.supp"]
     _test_program(native.cc_test, name, copts, linkopts, deps, "@debian//:gtest", _TEST, kwargs)
 
 def sluice_cc_benchmark(name, copts = [], linkopts = [], deps = [], **kwargs):
