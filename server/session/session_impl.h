@@ -8,6 +8,7 @@
 #define SERVER_SESSION_SESSION_IMPL_H_
 
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -111,6 +112,8 @@ class SessionImpl final : public Session {
   bool Expire(absl::Time now);
   // Refuses new work with SESSION_CLOSING; on_drained follows, perhaps at once. FAILED_PRECONDITION when already closing.
   [[nodiscard]] absl::Status BeginClose();
+  // Blocks until nothing is queued or in flight; new work keeps it waiting.
+  void WaitUntilIdle();
   // After on_drained: detaches, and accepts a new Attach.
   void EndCloseKeeping();
   // After on_drained, never on a thread of the device: gives everything back; returns the bytes of blocks. Calls that
@@ -121,6 +124,7 @@ class SessionImpl final : public Session {
  private:
   friend struct Call::Internal;
   friend class DecodeCall;
+  friend class DecodeStepBuilder;
   friend class ScoreCall;
   friend class ReadProjectedKeysCall;
   friend class BeginTilesCall;
@@ -137,12 +141,15 @@ class SessionImpl final : public Session {
   [[nodiscard]] absl::Status Init();
 
   // The queue; the lock is held. Calls that ended without the device are linked to *ended.
-  absl::Status Admit() const;
+  absl::Status CheckAlive() const;    // NOT_FOUND once torn down
+  absl::Status AdmitChange() const;   // CheckAlive, and SESSION_CLOSING
+  absl::Status Admit() const;         // AdmitChange, and QUEUE_FULL
   void Pump(Call** ended);
   static void RunDone(Call* ended);
   void OnCallComplete(Call* call);
   bool Idle() const;
-  // Takes on_drained when it is due; to be called after the lock is let go.
+  // To be called under the lock when work ended: wakes WaitUntilIdle, and returns on_drained when it is due, to be called
+  // after the lock is let go.
   std::function<void()> TakeDrained();
 
   // Sequences; the lock is held.
@@ -162,14 +169,16 @@ class SessionImpl final : public Session {
   absl::Status CheckOffload(OffloadCall& call);
   absl::Status StartOffload(OffloadCall& call);
   void CommitOffload(OffloadCall& call);
+  void OnTransferComplete();
   absl::Status StartFetch(FetchCall& call);
 
   // Attention.
   absl::Status CheckAttention(const AttentionSpec& attention, AttendOptions* options) const;
   absl::Status CheckOutDtype(DType dtype) const;
-  // Launches in pieces that fit the split workspace.
-  void LaunchAttend(AttendParams params);
+  // Launches in pieces that fit the split workspace; `pieces` must live as long as the params.
+  void LaunchAttend(AttendParams params, std::vector<AttendSequence>* pieces);
   absl::StatusOr<std::shared_ptr<TileRun>> FindRun(uint64_t run_id);
+  void FreeRun(uint64_t run_id);
   void ExpireRuns(absl::Time now);
 
   KvLayout layout_;
@@ -195,6 +204,7 @@ class SessionImpl final : public Session {
   std::unique_ptr<Stream> fetch_stream_;
 
   mutable std::mutex mutex_;
+  std::condition_variable idle_;
   // All below are guarded by mutex_, the two atomics apart.
   enum class Life { kAttached, kDetached, kClosing, kGone };
   Life life_ = Life::kAttached;
@@ -226,6 +236,11 @@ class SessionImpl final : public Session {
   LazyArray<uint32_t> block_writers_;     // [max_blocks]: index of the sequence that writes it
   std::vector<std::byte*> scratch_slots_;
 };
+
+absl::Status SequenceNotFound(uint32_t sequence_id);
+absl::Status StaleGeneration(uint32_t sequence_id, uint64_t given, uint64_t current);
+absl::Status BlockShared(uint32_t layer, uint32_t block_id);
+absl::Status BlockNotFound(uint32_t layer, uint32_t block_id);
 
 // A tensor of a request against what the session wants: INVALID_FIELD names `field`.
 // `dims` are the shape; a view without a shape passes on its bytes alone.
