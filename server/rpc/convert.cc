@@ -13,7 +13,7 @@ namespace {
 constexpr int64_t kMaxDurationSeconds = 315'576'000'000;
 constexpr int32_t kMaxDurationNanos = 999'999'999;
 
-v1::Tier ToProto(Tier tier) {
+v1::Tier TierToProto(Tier tier) {
   switch (tier) {
     case Tier::kNone:
       return v1::TIER_UNSPECIFIED;
@@ -27,7 +27,7 @@ v1::Tier ToProto(Tier tier) {
   return v1::TIER_UNSPECIFIED;
 }
 
-v1::BlockState ToProto(BlockState state) {
+v1::BlockState BlockStateToProto(BlockState state) {
   switch (state) {
     case BlockState::kAbsent:
       return v1::BLOCK_STATE_ABSENT;
@@ -39,7 +39,7 @@ v1::BlockState ToProto(BlockState state) {
   return v1::BLOCK_STATE_UNSPECIFIED;
 }
 
-void ToProto(const SessionSpec& spec, v1::SessionSpec* out) {
+void SpecToProto(const SessionSpec& spec, v1::SessionSpec* out) {
   out->set_name(spec.name);
   out->set_model_fingerprint(spec.model_fingerprint);
   out->set_num_layers(static_cast<uint32_t>(spec.num_layers));
@@ -205,7 +205,7 @@ void ToProto(const MemoryItem& item, v1::MemoryItem* out) {
 void ToProto(const SessionInfo& info, v1::Session* out) {
   out->mutable_handle()->set_name(info.name);
   out->mutable_handle()->set_epoch(info.epoch);
-  ToProto(info.spec, out->mutable_spec());
+  SpecToProto(info.spec, out->mutable_spec());
   // The daemon makes a name where the client gave none; the spec says so too.
   out->mutable_spec()->set_name(info.name);
   out->set_state(StateOf(info));
@@ -259,8 +259,8 @@ absl::Status FromProto(v1::Tier tier, absl::string_view field, Tier* out) {
 void ToProto(const BlockInfo& info, v1::BlockInfo* out) {
   out->set_layer(info.layer);
   out->set_block_id(info.block_id);
-  out->set_state(ToProto(info.state));
-  out->set_tier(ToProto(info.tier));
+  out->set_state(BlockStateToProto(info.state));
+  out->set_tier(TierToProto(info.tier));
   out->set_valid_tokens(info.valid_tokens);
   out->set_predicted(info.predicted);
   out->set_version(info.version);
