@@ -15,6 +15,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "grpc/health/v1/health.pb.h"
+#include "grpc/support/log.h"
 #include "grpcpp/ext/proto_server_reflection_plugin.h"
 #include "grpcpp/grpcpp.h"
 #include "grpcpp/health_check_service_interface.h"
@@ -47,9 +48,18 @@ constexpr int kMinPingIntervalMs = 5'000;
 constexpr std::chrono::milliseconds kLastGrace{100};
 constexpr mode_t kSocketMode = 0660;
 
+// gRPC's own lines, about connections mostly, go where ours go.
+void LogFromGrpc(gpr_log_func_args* line) {
+  const LogLevel level = line->severity == GPR_LOG_SEVERITY_ERROR  ? LogLevel::kWarning
+                         : line->severity == GPR_LOG_SEVERITY_INFO ? LogLevel::kDebug
+                                                                   : LogLevel::kTrace;
+  Log(level, "grpc", {{"text", line->message}});
+}
+
 void InitGrpcOnce() {
   static std::once_flag once;
   std::call_once(once, [] {
+    gpr_set_log_function(LogFromGrpc);
     grpc::EnableDefaultHealthCheckService(true);
     grpc::reflection::InitProtoReflectionServerBuilderPlugin();
     // gRPC's health service speaks without generated code; this links its descriptor in, for reflection.
