@@ -69,7 +69,11 @@ std::string CommandLines(absl::string_view group_prefix) {
     if (!absl::StartsWith(command.path, group_prefix)) continue;
     lines.emplace_back(Synopsis(command), command.summary);
   }
-  return lines.empty() ? std::string() : TwoColumns(lines);
+  if (lines.empty()) return std::string();
+  if (group_prefix.empty()) {
+    lines.emplace_back("help COMMAND", "Show a command's options and examples");
+  }
+  return TwoColumns(lines);
 }
 
 }  // namespace
@@ -78,8 +82,8 @@ std::string GeneralHelp() {
   return absl::StrCat(
       "sluicectl looks at a Sluice daemon and works with its sessions.\n\n"
       "usage: sluicectl COMMAND [OPTIONS]\n\ncommands\n",
-      CommandLines(""), TwoColumns({{"help COMMAND", "Show a command's options and examples"}}),
-      "\noptions of all commands\n", OptionLines(GlobalOptions()), "\n", kExitCodes,
+      CommandLines(""), "\noptions of all commands\n", OptionLines(GlobalOptions()), "\n",
+      kExitCodes,
       "\nexamples\n"
       "  sluicectl server\n"
       "  sluicectl sessions list --output json\n"

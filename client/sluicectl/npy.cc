@@ -123,10 +123,11 @@ absl::StatusOr<NpyHeader> ParseNpyDictionary(absl::string_view text) {
     if (!cursor.TakeString(&key) || !cursor.Take(":")) return malformed;
     if (key == "descr") {
       std::string descr;
-      if (!cursor.TakeString(&descr)) {
+      if (cursor.Take("[")) {
         return UsageError(
             absl::StrCat("the array has fields in its elements; allowed: ", kAllowedDescr));
       }
+      if (!cursor.TakeString(&descr)) return malformed;
       header.dtype = DtypeOfDescr(descr);
       if (header.dtype == v1::DTYPE_UNSPECIFIED) {
         return UsageError(absl::StrCat("elements are '", descr, "'; allowed: ", kAllowedDescr));
@@ -254,11 +255,14 @@ absl::Status NpyWriter::Close() {
     return absl::FailedPreconditionError(absl::StrCat(
         path_, ": ", num_written_, " elements came; expected: ", header_.num_elements()));
   }
-  if (std::fclose(stream_.release()) != 0) return SystemError(PartPath(path_), "cannot be written");
-  if (std::rename(PartPath(path_).c_str(), path_.c_str()) != 0) {
-    return SystemError(path_, "cannot be created");
+  absl::Status status;
+  if (std::fclose(stream_.release()) != 0) {
+    status = SystemError(PartPath(path_), "cannot be written");
+  } else if (std::rename(PartPath(path_).c_str(), path_.c_str()) != 0) {
+    status = SystemError(path_, "cannot be created");
   }
-  return absl::OkStatus();
+  if (!status.ok()) std::remove(PartPath(path_).c_str());
+  return status;
 }
 
 }  // namespace sluice::ctl
