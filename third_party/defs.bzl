@@ -94,6 +94,9 @@ def _test_program(rule, name, copts, linkopts, deps, framework_headers, framewor
         ],
         additional_linker_inputs = [framework, _SHARED],
         linkstatic = True,
-        deps = deps + [framework_headers],
+        deps = deps + [framework_headers] + select({
+            "//third_party/sanitizers:tsan": ["//third_party/sanitizers:absl_mutex_tsan"],
+            "//conditions:default": [],
+        }),
         **kwargs
     )

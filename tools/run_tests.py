@@ -29,7 +29,8 @@ class Count:
         """Adds the cases of a JUnit file."""
         for case in ElementTree.parse(path).iter("testcase"):
             if case.find("failure") is not None or case.find("error") is not None:
-                self.failed.append(f"{prefix}{case.get('classname')}.{case.get('name')}")
+                name = ".".join(filter(None, (case.get("classname"), case.get("name"))))
+                self.failed.append(prefix + name)
             elif case.find("skipped") is not None or case.get("status") == "notrun":
                 self.skipped += 1
             else:
