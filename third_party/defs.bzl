@@ -53,7 +53,7 @@ def sluice_cc_binary(name, copts = [], linkopts = [], deps = [], **kwargs):
     )
 
 def sluice_cc_test(name, copts = [], linkopts = [], deps = [], **kwargs):
-    """A GoogleTest program, main() included. Takes what cc_test takes.
+    """A GoogleTest program, main() included. Takes what cc_test takes; its size is small (a minute) unless given.
 
     It links the distribution's libraries shared: that is quick, and the thread sanitizer can tell their code from ours
     by the file it is in.
@@ -65,6 +65,10 @@ def sluice_cc_test(name, copts = [], linkopts = [], deps = [], **kwargs):
       deps: libraries; GoogleTest need not be among them.
       **kwargs: passed on.
     """
+    kwargs.setdefault("size", "small")
+
+    # Where TSAN_OPTIONS of --config=tsan looks for it: test programs start at the top of their runfiles.
+    kwargs["data"] = kwargs.get("data", []) + ["//third_party/sanitizers:tsan.supp"]
     _test_program(native.cc_test, name, copts, linkopts, deps, "@debian//:gtest", _TEST, kwargs)
 
 def sluice_cc_benchmark(name, copts = [], linkopts = [], deps = [], **kwargs):
@@ -90,6 +94,9 @@ def _test_program(rule, name, copts, linkopts, deps, framework_headers, framewor
         ],
         additional_linker_inputs = [framework, _SHARED],
         linkstatic = True,
-        deps = deps + [framework_headers],
+        deps = deps + [framework_headers] + select({
+            "//third_party/sanitizers:tsan": ["//third_party/sanitizers:absl_mutex_tsan"],
+            "//conditions:default": [],
+        }),
         **kwargs
     )

@@ -40,9 +40,8 @@ def sluice_proto_library(name, srcs, import_root, deps = [], imports = {}, grpc 
         for suffix in [".pb.h", ".pb.cc"] + ([".grpc.pb.h", ".grpc.pb.cc"] if grpc else [])
     ]
     proto_paths = [root] + imports.values() + ["external/debian/include"]
-    command = ["$(execpath %s)" % _PROTOC]
-    command += ["--proto_path=" + path for path in proto_paths]
-    command += ["--cpp_out=$(GENDIR)/" + root]
+    command = ["$(execpath %s)" % _PROTOC] + ["--proto_path=" + path for path in proto_paths]
+    command.append("--cpp_out=$(GENDIR)/" + root)
     if grpc:
         command += ["--plugin=protoc-gen-grpc=$(execpath %s)" % _GRPC_PLUGIN, "--grpc_out=$(GENDIR)/" + root]
     command += ["$(execpath %s)" % src for src in srcs]

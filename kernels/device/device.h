@@ -101,7 +101,8 @@ class Stream {
   // Position of the newest work handed in; and the position up to which all work is complete.
   virtual StreamPosition enqueued() const = 0;
   virtual StreamPosition completed() const = 0;
-  // Work enqueued after this call starts only when `other` has completed `position`; does not block.
+  // Work enqueued after this call starts only when `other` has completed `position`; does not
+  // block.
   virtual void WaitFor(Stream& other, StreamPosition position) = 0;
   // Blocks the calling thread until everything enqueued so far is complete. For tests, tools and
   // shutdown; never called on an RPC thread.
@@ -112,11 +113,11 @@ class Stream {
 };
 
 struct DeviceInfo {
-  std::string kind;                 // "cpu" or "cuda"
-  std::string name;                 // for people: "AMD EPYC 9554 (AVX3_ZEN4), 2 threads"
-  std::string instruction_set;      // what an output's bits depend on: "AVX3", "AVX2", "sm_90"
-  int num_workers = 0;              // threads or multiprocessors
-  int64_t total_memory_bytes = 0;   // HBM, or physical memory on the CPU device
+  std::string kind;                // "cpu" or "cuda"
+  std::string name;                // for people: "AMD EPYC 9554 (AVX3_ZEN4), 2 threads"
+  std::string instruction_set;     // what an output's bits depend on: "AVX3", "AVX2", "sm_90"
+  int num_workers = 0;             // threads or multiprocessors
+  int64_t total_memory_bytes = 0;  // HBM, or physical memory on the CPU device
 };
 
 class Device {

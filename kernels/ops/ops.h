@@ -28,14 +28,19 @@ class Ops {
   // Blocks into wire layout, bit-exact.
   virtual StreamPosition GatherTokens(const TokenCopyParams& params, Stream& stream) = 0;
 
-  // A_g = K P in FP32, rounded to BF16 (nearest even), within 1 BF16 ulp of the float64 product.
+  // Bytes between host and device memory, either way.
+  virtual StreamPosition CopyBytes(const ByteCopyParams& params, Stream& stream) = 0;
+
+  // A_g = K P, rounded to BF16 (nearest even), within 1 BF16 ulp of the float64 product. The CPU
+  // device sums in FP64: where terms cancel, FP32 sums are not that near.
   virtual StreamPosition ProjectKeys(const ProjectKeysParams& params, Stream& stream) = 0;
 
   virtual int64_t ScoreWorkspaceBytes(const ScoreParams& params) const = 0;
-  // q' = q P in FP32, then a score per block, then the top k.
+  // q' = q P to FP32, then a score per block, then the top k.
   virtual StreamPosition ScoreBlocks(const ScoreParams& params, Stream& stream) = 0;
 
-  // Workspace depends on sequences' context_tokens and query_tokens, num_query_heads and head_dim only.
+  // Workspace depends on sequences' context_tokens and query_tokens, num_query_heads and head_dim
+  // only.
   virtual int64_t AttendWorkspaceBytes(const AttendParams& params) const = 0;
   virtual StreamPosition Attend(const AttendParams& params, Stream& stream) = 0;
 

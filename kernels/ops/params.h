@@ -47,9 +47,12 @@ inline constexpr int64_t SlotBytes(DType dtype, int64_t num_kv_heads, int64_t he
 inline constexpr KvLayout SlotLayout(DType dtype, int32_t num_kv_heads, int32_t head_dim,
                                      int32_t block_tokens) {
   const int64_t row_bytes = head_dim * DTypeBytes(dtype);
-  return {dtype,     num_kv_heads,
-          head_dim,  block_tokens,
-          row_bytes, block_tokens * row_bytes,
+  return {dtype,
+          num_kv_heads,
+          head_dim,
+          block_tokens,
+          row_bytes,
+          block_tokens * row_bytes,
           SlotBytes(dtype, num_kv_heads, head_dim, block_tokens) / 2};
 }
 // A paged pool [block, token, kv_head, head_dim] with K and V in two pools of equal shape;
@@ -57,23 +60,33 @@ inline constexpr KvLayout SlotLayout(DType dtype, int32_t num_kv_heads, int32_t 
 inline constexpr KvLayout PagedLayout(DType dtype, int32_t num_kv_heads, int32_t head_dim,
                                       int32_t block_tokens, int64_t v_offset_bytes) {
   const int64_t row_bytes = head_dim * DTypeBytes(dtype);
-  return {dtype,    num_kv_heads, head_dim, block_tokens, num_kv_heads * row_bytes, row_bytes,
-          v_offset_bytes};
+  return {dtype,     num_kv_heads,  head_dim, block_tokens, num_kv_heads * row_bytes,
+          row_bytes, v_offset_bytes};
 }
 
-// Tokens that go into a block from wire layout [token, kv_head, head_dim] (contiguous), or out of it.
+// Tokens that go from wire layout [token, kv_head, head_dim] (contiguous) into a block, or back.
 struct TokenCopy {
-  std::byte* block = nullptr;      // the block's address, as KvLayout reads it
-  std::byte* k = nullptr;          // wire K of the first token copied; read by StoreTokens
-  std::byte* v = nullptr;          // wire V, likewise
-  int32_t first_token = 0;         // within the block
-  int32_t num_tokens = 0;          // tokens copied
-  int32_t zero_tokens = 0;         // StoreTokens: tokens after those that are set to zero in the block
-                                   // GatherTokens: likewise, in the wire arrays
+  std::byte* block = nullptr;  // the block's address, as KvLayout reads it
+  std::byte* k = nullptr;      // wire K of the first token copied; read by StoreTokens
+  std::byte* v = nullptr;      // wire V, likewise
+  int32_t first_token = 0;     // within the block
+  int32_t num_tokens = 0;      // tokens copied
+  int32_t zero_tokens = 0;  // tokens after those that are set to zero where they would be written
 };
 struct TokenCopyParams {
   KvLayout layout;
   const TokenCopy* copies = nullptr;
+  int64_t num_copies = 0;
+};
+
+// Bytes as they are, from anywhere to anywhere that the device can address.
+struct ByteCopy {
+  std::byte* to = nullptr;
+  const std::byte* from = nullptr;
+  int64_t bytes = 0;
+};
+struct ByteCopyParams {
+  const ByteCopy* copies = nullptr;
   int64_t num_copies = 0;
 };
 
@@ -111,36 +124,43 @@ struct ScoreParams {
   int32_t head_dim = 0;
   int32_t block_tokens = 0;
   int32_t rank = 0;
-  float scale = 0;                           // kMass only
-  const std::byte* projection = nullptr;     // as in ProjectKeysParams
+  float scale = 0;                        // kMass only
+  const std::byte* projection = nullptr;  // as in ProjectKeysParams
   int64_t projection_kv_head_stride_bytes = 0;
-  const std::byte* q = nullptr;              // [num_query_heads, head_dim]
+  const std::byte* q = nullptr;  // [num_query_heads, head_dim]
   const ScoreBlock* blocks = nullptr;
   int64_t num_blocks = 0;
-  float* scores = nullptr;                   // out [num_blocks]; -infinity where not predicted
+  float* scores = nullptr;  // out [num_blocks]; -infinity where not predicted
   // Out, optional: positions (into blocks) of the best top_k, best first; ties by lower position;
   // blocks that are not predicted come last, in order. top_k <= num_blocks.
   int64_t* top = nullptr;
   int64_t top_k = 0;
-  std::byte* workspace = nullptr;            // Ops::ScoreWorkspaceBytes(params)
+  std::byte* workspace = nullptr;  // Ops::ScoreWorkspaceBytes(params)
 };
 
 struct AttendOptions {
-  float scale = 0;             // s = scale q.k
-  float logit_softcap = 0;     // 0: none; else s = cap tanh(s / cap)
-  int64_t window_tokens = 0;   // 0: none; else a query at position p sees positions > p - window_tokens
-  int64_t sink_tokens = 0;     // with a window: positions < sink_tokens are seen too
-  const float* sink_logits = nullptr;  // [num_query_heads] or null: one more logit in the denominator
+  float scale = 0;  // s = scale q.k
+  // 0: none; else s = cap tanh(s / cap), after the scale.
+  float logit_softcap = 0;
+  // 0: none; else a query at position p sees only positions > p - window_tokens ...
+  int64_t window_tokens = 0;
+  // ... and, with a window, positions < sink_tokens.
+  int64_t sink_tokens = 0;
+  // [num_query_heads] or null: one more logit in the denominator, in `out` and `lse` only.
+  const float* sink_logits = nullptr;
 };
 
-// One sequence of a call. The last query token sits at position context_tokens - 1, its predecessors
-// just before it; each sees the positions up to its own.
+// One sequence of a call. The last query token sits at position context_tokens - 1, its
+// predecessors just before it; each sees the positions up to its own.
 struct AttendSequence {
-  const std::byte* const* blocks = nullptr;  // addresses of blocks 0, 1, ... of the sequence
-  int64_t context_tokens = 0;                // >= query_tokens, or 0: an empty context
-  int64_t first_row = 0;                     // row of its first query token in q and the outputs
-  int32_t query_tokens = 0;                  // 1..64
-  bool causal = true;                        // false (tiles): every query token sees all context_tokens
+  // Addresses of blocks 0, 1, ... of the sequence. An entry whose tokens no query token sees (out
+  // of the window) is not read.
+  const std::byte* const* blocks = nullptr;
+  int64_t context_tokens = 0;  // >= query_tokens, or 0: an empty context
+  int64_t first_row = 0;       // row of its first query token in q and the outputs
+  int32_t query_tokens = 0;    // 1..64
+  // false (tiles): every query token stands at position context_tokens - 1 and sees all before it.
+  bool causal = true;
 };
 
 // (m, l, o): max logit, sum of exponentials, unnormalised output, FP32, per row and query head.
@@ -157,10 +177,11 @@ struct AttendParams {
   int32_t num_query_heads = 0;
   const AttendSequence* sequences = nullptr;
   int64_t num_sequences = 0;
-  int64_t num_rows = 0;           // rows of q: the sum of query_tokens
-  const std::byte* q = nullptr;   // [rows, num_query_heads, head_dim], layout.dtype
+  int64_t num_rows = 0;          // rows of q: the sum of query_tokens
+  const std::byte* q = nullptr;  // [rows, num_query_heads, head_dim], layout.dtype
   // Exactly one of `state` and `out` is given.
-  // state: the context is folded into the running state, split by split, in order.
+  // state: the context is folded into the running state, chunk by chunk, in order. So calls over
+  // consecutive parts of a context that end on chunk borders give the bits of one call over it.
   RunningState state;
   // out: [rows, num_query_heads, head_dim] of out_dtype, o / l (0 where l is 0); lse, optional:
   // [rows, num_query_heads], m + ln(l), natural logarithm; sink_logits included. -inf where empty.
@@ -187,9 +208,9 @@ struct FinalizeParams {
   const float* sink_logits = nullptr;  // as in AttendOptions
   std::byte* out = nullptr;
   DType out_dtype = DType::kBf16;
-  float* lse = nullptr;                // optional
+  float* lse = nullptr;  // optional
 };
-struct BeginParams {                   // sets (m, l, o) = (-inf, 0, 0)
+struct BeginParams {  // sets (m, l, o) = (-inf, 0, 0)
   int64_t num_rows = 0;
   int32_t num_query_heads = 0;
   int32_t head_dim = 0;

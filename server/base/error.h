@@ -71,6 +71,11 @@ class [[nodiscard]] Error {
     SetMeta(key, absl::StrCat(value));
     return std::move(*this);
   }
+  // The same, for an error that is put together in steps.
+  template <typename T>
+  void AddMeta(absl::string_view key, const T& value) {
+    SetMeta(key, absl::StrCat(value));
+  }
   // RetryInfo: a retry after `delay` can help.
   Error&& Retry(absl::Duration delay) &&;
   // ResourceInfo, for NOT_FOUND.

@@ -24,7 +24,8 @@
 
 namespace sluice {
 
-class Session;
+class SessionImpl;
+struct TileRun;
 
 class Call {
  public:
@@ -46,12 +47,12 @@ class Call {
   Call();
 
  private:
-  friend class Session;
+  friend class SessionImpl;
   struct Internal;  // queue link, host task, staging memory
   // Validates against the session's state and enqueues the work; under the session's lock.
-  virtual absl::Status Start(Session& session) = 0;
+  virtual absl::Status Start(SessionImpl& session) = 0;
   // Moves results to where the caller wants them; after the device is done, without the lock.
-  virtual void Collect(Session& session) = 0;
+  virtual void Collect(SessionImpl& session) = 0;
 
   std::atomic<bool> cancelled_{false};
   absl::Status status_;
@@ -83,10 +84,11 @@ class DecodeCall : public Call {
   ~DecodeCall() override;
 
  private:
-  friend class Session;
+  friend class SessionImpl;
+  friend class DecodeStepBuilder;
   struct Work;
-  absl::Status Start(Session& session) override;
-  void Collect(Session& session) override;
+  absl::Status Start(SessionImpl& session) override;
+  void Collect(SessionImpl& session) override;
   std::unique_ptr<Work> work_;
 };
 
@@ -113,10 +115,11 @@ class ScoreCall : public Call {
   ~ScoreCall() override;
 
  private:
-  friend class Session;
+  friend class SessionImpl;
   struct Work;
-  absl::Status Start(Session& session) override;
-  void Collect(Session& session) override;
+  absl::Status Resolve(SessionImpl& session);
+  absl::Status Start(SessionImpl& session) override;
+  void Collect(SessionImpl& session) override;
   std::unique_ptr<Work> work_;
 };
 
@@ -135,10 +138,10 @@ class ReadProjectedKeysCall : public Call {
   ~ReadProjectedKeysCall() override;
 
  private:
-  friend class Session;
+  friend class SessionImpl;
   struct Work;
-  absl::Status Start(Session& session) override;
-  void Collect(Session& session) override;
+  absl::Status Start(SessionImpl& session) override;
+  void Collect(SessionImpl& session) override;
   std::unique_ptr<Work> work_;
 };
 
@@ -157,9 +160,10 @@ class BeginTilesCall : public Call {
   ~BeginTilesCall() override;
 
  private:
-  friend class Session;
-  absl::Status Start(Session& session) override;
-  void Collect(Session& session) override;
+  friend class SessionImpl;
+  absl::Status Start(SessionImpl& session) override;
+  void Collect(SessionImpl& session) override;
+  std::shared_ptr<TileRun> run_;
 };
 
 class StepTileCall : public Call {
@@ -175,10 +179,11 @@ class StepTileCall : public Call {
   ~StepTileCall() override;
 
  private:
-  friend class Session;
+  friend class SessionImpl;
   struct Work;
-  absl::Status Start(Session& session) override;
-  void Collect(Session& session) override;
+  absl::Status PlanRow(SessionImpl& session, const TileRow& row, int64_t index);
+  absl::Status Start(SessionImpl& session) override;
+  void Collect(SessionImpl& session) override;
   std::unique_ptr<Work> work_;
 };
 
@@ -200,10 +205,10 @@ class FinalizeTilesCall : public Call {
   ~FinalizeTilesCall() override;
 
  private:
-  friend class Session;
+  friend class SessionImpl;
   struct Work;
-  absl::Status Start(Session& session) override;
-  void Collect(Session& session) override;
+  absl::Status Start(SessionImpl& session) override;
+  void Collect(SessionImpl& session) override;
   std::unique_ptr<Work> work_;
 };
 
@@ -216,9 +221,9 @@ class AbortTilesCall : public Call {
   ~AbortTilesCall() override;
 
  private:
-  friend class Session;
-  absl::Status Start(Session& session) override;
-  void Collect(Session& session) override;
+  friend class SessionImpl;
+  absl::Status Start(SessionImpl& session) override;
+  void Collect(SessionImpl& session) override;
 };
 
 // A batch of blocks to store; does not wait for calls on the session's attention stream.
@@ -239,7 +244,7 @@ class OffloadCall {
   OffloadCall();
 
  private:
-  friend class Session;
+  friend class SessionImpl;
   struct Work;
   absl::Status status_;
   std::unique_ptr<Work> work_;
@@ -263,7 +268,7 @@ class FetchCall {
   FetchCall();
 
  private:
-  friend class Session;
+  friend class SessionImpl;
   struct Work;
   absl::Status status_;
   std::unique_ptr<Work> work_;

@@ -1,5 +1,6 @@
-// Highway's run-time part: which instruction sets this CPU has. The distribution carries Highway's own only as a shared
-// library, which a release program could not take along; the headers need no more than these functions.
+// Highway's run-time part: which instruction sets this CPU has. The distribution carries Highway's
+// own only as a shared library, which a release program could not take along; the headers need no
+// more than these functions.
 
 #include <hwy/highway.h>
 

@@ -1,0 +1,327 @@
+#include "server/session/session_manager.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "server/base/error.h"
+#include "server/base/status_macros.h"
+#include "server/session/reservation.h"
+#include "server/session/session_impl.h"
+#include "server/store/budget.h"
+#include "server/store/host_slot_store.h"
+
+namespace sluice {
+namespace {
+
+constexpr absl::Duration kSweepInterval = absl::Milliseconds(100);
+constexpr absl::Duration kShutdownRetry = absl::Seconds(1);
+constexpr absl::Duration kClosingRetry = absl::Milliseconds(50);
+
+using CloseDone = std::function<void(absl::StatusOr<int64_t>)>;
+
+// Open and closed sessions live here; a thread of its own ends sessions, since that waits for their streams.
+class SessionManagerImpl final : public SessionManager {
+ public:
+  SessionManagerImpl(const SessionManagerOptions& options, Device* device)
+      : options_(options),
+        device_(device),
+        device_budget_(options.hbm_budget_bytes),
+        store_({.budget_bytes = options.host_budget_bytes}, device),
+        next_epoch_(static_cast<uint64_t>(absl::ToUnixMicros(absl::Now()))),
+        janitor_([this] { RunJanitor(); }) {}
+
+  ~SessionManagerImpl() override {
+    Shutdown();
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      stop_ = true;
+    }
+    wake_.notify_all();
+    janitor_.join();
+  }
+
+  absl::StatusOr<Opened> Open(const SessionSpec& spec) override;
+  absl::StatusOr<std::shared_ptr<Session>> Find(const std::string& name, uint64_t epoch) override;
+  std::vector<SessionInfo> List(const std::string& first_name, int64_t limit) const override;
+  absl::StatusOr<SessionInfo> Describe(const std::string& name) const override;
+  void Close(const std::string& name, uint64_t epoch, bool keep_data, CloseDone done) override;
+  std::vector<MemoryPoolUsage> MemoryUsage() const override;
+  const SessionManagerOptions& options() const override { return options_; }
+  void Sweep() override;
+  void Shutdown() override;
+
+ private:
+  struct Entry {
+    std::shared_ptr<SessionImpl> session;
+    int64_t reserved_bytes = 0;  // of device_budget_
+    bool drained = false;        // a close was begun and nothing is in flight any more
+    bool keep_data = false;
+    CloseDone done;
+  };
+
+  absl::Status CheckRunning() const;
+  absl::StatusOr<std::shared_ptr<SessionImpl>> FindByName(const std::string& name) const;
+  absl::StatusOr<Opened> OpenNew(const SessionSpec& spec);
+  void OnDrained(const std::string& name);
+  void RunJanitor();
+  void FinishClose(const std::string& name, Entry entry);
+
+  const SessionManagerOptions options_;
+  Device* const device_;
+  Budget device_budget_;
+  HostSlotStore store_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable wake_;
+  std::map<std::string, Entry> sessions_;
+  uint64_t next_epoch_;  // never one that a handle has seen, an earlier daemon's included
+  bool shutting_down_ = false;
+  bool stop_ = false;
+  std::thread janitor_;
+};
+
+absl::Status SessionManagerImpl::CheckRunning() const {
+  if (!shutting_down_) return absl::OkStatus();
+  return Error(absl::StatusCode::kUnavailable, Reason::kShuttingDown, "the daemon is shutting down")
+      .Retry(kShutdownRetry);
+}
+
+absl::StatusOr<SessionManager::Opened> SessionManagerImpl::Open(const SessionSpec& given) {
+  SLUICE_ASSIGN_OR_RETURN(SessionSpec spec, NormalizeSpec(given));
+  std::lock_guard<std::mutex> lock(mutex_);
+  SLUICE_RETURN_IF_ERROR(CheckRunning());
+  if (spec.name.empty()) {
+    spec.name = absl::StrCat("session-", absl::Hex(next_epoch_++, absl::kZeroPad12));
+  }
+  const auto it = sessions_.find(spec.name);
+  if (it == sessions_.end()) return OpenNew(spec);
+  Entry& entry = it->second;
+  if (entry.done) {
+    return Error(absl::StatusCode::kFailedPrecondition, Reason::kSessionClosing,
+                 absl::StrCat("session '", spec.name, "' is being closed"))
+        .Retry(kClosingRetry);
+  }
+  SLUICE_RETURN_IF_ERROR(entry.session->CheckSameSession(spec));
+  entry.session->Attach(spec, next_epoch_++);
+  return Opened{entry.session->Info(), true};
+}
+
+absl::StatusOr<SessionManager::Opened> SessionManagerImpl::OpenNew(const SessionSpec& spec) {
+  if (std::ssize(sessions_) >= options_.max_sessions) {
+    return Error(absl::StatusCode::kResourceExhausted, Reason::kTooManySessions,
+                 absl::StrCat(sessions_.size(), " sessions are open; --max_sessions is ",
+                              options_.max_sessions))
+        .Meta("value", sessions_.size())
+        .Meta("allowed", options_.max_sessions);
+  }
+  SessionImpl::Options options;
+  options.spec = spec;
+  options.reservation =
+      ComputeReservation(spec, options_.max_message_bytes, device_->ops());
+  const int64_t need_bytes = options.reservation.total_bytes();
+  const int64_t free_bytes =
+      UsableBytes(options_.hbm_budget_bytes) - device_budget_.used_bytes();
+  if (need_bytes > free_bytes || !device_budget_.TryTake(need_bytes)) {
+    return DoesNotFit(spec, options.reservation, options_.hbm_budget_bytes,
+                      device_budget_.used_bytes(), device_->info().total_memory_bytes,
+                      options_.max_message_bytes, device_->ops());
+  }
+  options.epoch = next_epoch_++;
+  options.max_queued_calls = options_.max_queued_calls_per_session;
+  options.max_tile_runs = options_.max_tile_runs_per_session;
+  options.now = options_.now;
+  options.on_drained = [this, name = spec.name] { OnDrained(name); };
+  auto session = SessionImpl::Create(std::move(options), device_, &store_);
+  if (!session.ok()) {
+    device_budget_.Give(need_bytes);
+    return session.status();
+  }
+  Entry entry;
+  entry.session = *session;
+  entry.reserved_bytes = need_bytes;
+  sessions_.emplace(spec.name, std::move(entry));
+  return Opened{(*session)->Info(), false};
+}
+
+absl::StatusOr<std::shared_ptr<SessionImpl>> SessionManagerImpl::FindByName(
+    const std::string& name) const {
+  const auto it = sessions_.find(name);
+  if (it != sessions_.end()) return it->second.session;
+  return Error(absl::StatusCode::kNotFound, Reason::kSessionNotFound,
+               absl::StrCat("no session '", name, "'"))
+      .Resource("session", name);
+}
+
+absl::StatusOr<std::shared_ptr<Session>> SessionManagerImpl::Find(const std::string& name,
+                                                                  uint64_t epoch) {
+  std::shared_ptr<SessionImpl> session;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    SLUICE_RETURN_IF_ERROR(CheckRunning());
+    SLUICE_ASSIGN_OR_RETURN(session, FindByName(name));
+  }
+  SLUICE_RETURN_IF_ERROR(session->CheckHandle(epoch));
+  return session;
+}
+
+std::vector<SessionInfo> SessionManagerImpl::List(const std::string& first_name,
+                                                  int64_t limit) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<SessionInfo> result;
+  for (auto it = sessions_.lower_bound(first_name);
+       it != sessions_.end() && std::ssize(result) < limit; ++it) {
+    result.push_back(it->second.session->Info());
+  }
+  return result;
+}
+
+absl::StatusOr<SessionInfo> SessionManagerImpl::Describe(const std::string& name) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  SLUICE_ASSIGN_OR_RETURN(const std::shared_ptr<SessionImpl> session, FindByName(name));
+  return session->Info();
+}
+
+void SessionManagerImpl::Close(const std::string& name, uint64_t epoch, bool keep_data,
+                               CloseDone done) {
+  const auto close = [&]() -> absl::Status {
+    std::shared_ptr<SessionImpl> session;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      SLUICE_ASSIGN_OR_RETURN(session, FindByName(name));
+      SLUICE_RETURN_IF_ERROR(session->CheckHandle(epoch));
+      Entry& entry = sessions_.find(name)->second;
+      if (entry.done) {
+        return Error(absl::StatusCode::kFailedPrecondition, Reason::kSessionClosing,
+                     absl::StrCat("session '", name, "' is being closed"));
+      }
+      entry.keep_data = keep_data;
+      entry.done = done;
+    }
+    // Ends in OnDrained, perhaps in here; so without the lock.
+    return session->BeginClose();
+  };
+  if (absl::Status status = close(); !status.ok()) done(std::move(status));
+}
+
+void SessionManagerImpl::OnDrained(const std::string& name) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto it = sessions_.find(name);
+    if (it != sessions_.end()) it->second.drained = true;
+  }
+  wake_.notify_all();
+}
+
+// Ends a session that nothing runs in any more; without the lock, since streams are waited for.
+void SessionManagerImpl::FinishClose(const std::string& name, Entry entry) {
+  const bool keep = entry.keep_data && entry.session->spec().retention > absl::ZeroDuration();
+  int64_t freed_bytes = 0;
+  if (keep) {
+    entry.session->EndCloseKeeping();
+  } else {
+    freed_bytes = entry.session->Teardown();
+    device_budget_.Give(entry.reserved_bytes);
+  }
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto it = sessions_.find(name);
+    if (keep) {
+      it->second.done = nullptr;
+      it->second.drained = false;
+    } else {
+      sessions_.erase(it);
+    }
+  }
+  wake_.notify_all();
+  entry.done(freed_bytes);
+}
+
+void SessionManagerImpl::RunJanitor() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    const auto drained = std::find_if(sessions_.begin(), sessions_.end(),
+                                      [](const auto& item) { return item.second.drained; });
+    if (drained != sessions_.end()) {
+      const std::string name = drained->first;
+      Entry entry = drained->second;
+      drained->second.drained = false;
+      lock.unlock();
+      FinishClose(name, std::move(entry));
+      lock.lock();
+      continue;
+    }
+    if (stop_ && sessions_.empty()) return;
+    wake_.wait_for(lock, absl::ToChronoMilliseconds(kSweepInterval));
+    lock.unlock();
+    Sweep();
+    lock.lock();
+  }
+}
+
+void SessionManagerImpl::Sweep() {
+  const absl::Time now = options_.now();
+  std::vector<std::shared_ptr<SessionImpl>> over;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& [name, entry] : sessions_) {
+      if (entry.done || !(entry.session->Expire(now) || stop_)) continue;
+      entry.keep_data = false;
+      entry.done = [](const absl::StatusOr<int64_t>&) {};
+      over.push_back(entry.session);
+    }
+  }
+  // Fails only where the session is closing already.
+  for (const auto& session : over) session->BeginClose().IgnoreError();
+}
+
+std::vector<MemoryPoolUsage> SessionManagerImpl::MemoryUsage() const {
+  return {{"hbm", device_budget_.total_bytes(), device_budget_.used_bytes()},
+          {"host", store_.budget_bytes(), store_.used_bytes()}};
+}
+
+void SessionManagerImpl::Shutdown() {
+  std::vector<std::shared_ptr<SessionImpl>> sessions;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    shutting_down_ = true;
+    for (const auto& [name, entry] : sessions_) sessions.push_back(entry.session);
+  }
+  for (const auto& session : sessions) session->WaitUntilIdle();
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<SessionManager>> SessionManager::Create(
+    const SessionManagerOptions& given, Device* device) {
+  SessionManagerOptions options = given;
+  const int64_t physical_bytes =
+      static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGE_SIZE);
+  if (options.hbm_budget_bytes == 0) {
+    options.hbm_budget_bytes = device->info().kind == "cpu"
+                                   ? physical_bytes / 4
+                                   : device->info().total_memory_bytes / 10 * 9;
+  }
+  if (options.host_budget_bytes == 0) options.host_budget_bytes = physical_bytes / 2;
+  if (!options.now) options.now = [] { return absl::Now(); };
+  const auto positive = [](absl::string_view flag, int64_t value) -> absl::Status {
+    if (value > 0) return absl::OkStatus();
+    return InvalidField(flag, value, "1 or more");
+  };
+  SLUICE_RETURN_IF_ERROR(positive("hbm_budget_bytes", options.hbm_budget_bytes));
+  SLUICE_RETURN_IF_ERROR(positive("host_budget_bytes", options.host_budget_bytes));
+  SLUICE_RETURN_IF_ERROR(positive("max_sessions", options.max_sessions));
+  SLUICE_RETURN_IF_ERROR(
+      positive("max_queued_calls_per_session", options.max_queued_calls_per_session));
+  SLUICE_RETURN_IF_ERROR(positive("max_tile_runs_per_session", options.max_tile_runs_per_session));
+  SLUICE_RETURN_IF_ERROR(positive("max_message_bytes", options.max_message_bytes));
+  return std::make_unique<SessionManagerImpl>(options, device);
+}
+
+}  // namespace sluice

@@ -1,0 +1,268 @@
+// Offloads and fetches: blocks in and out beside the attention stream.
+//
+// An offload fills slots that nobody sees yet and then becomes visible at one point, in CommitOffload. A block that a
+// table has reserved lends its slot to the offload (num_fillers), so that reserved memory is enough; a decode step that
+// would write such a block waits in the queue until the offload is done.
+// A fetch copies on the fetch stream: it waits there for appends that were enqueued before it, and later appends into the
+// same block wait for it.
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "server/base/error.h"
+#include "server/base/status_macros.h"
+#include "server/session/session_impl.h"
+
+namespace sluice {
+namespace {
+
+constexpr int64_t kMaxBatchBlocks = 65'536;
+constexpr int64_t kMaxTagBytes = 32;
+constexpr absl::Duration kPredictionRetry = absl::Milliseconds(10);
+
+// TokenCopy serves both directions; StoreTokens only reads what k and v point to.
+std::byte* Source(const std::byte* data) { return const_cast<std::byte*>(data); }
+
+}  // namespace
+
+struct OffloadCall::Work final : public HostTask {
+  struct Target {
+    std::byte* slot = nullptr;
+    std::byte* row = nullptr;
+    bool lent = false;  // the slot is the one that a table reserved
+  };
+
+  explicit Work(OffloadCall* call) : call(call) {}
+  void Run() override {
+    // Done may free the call, and this with it.
+    SessionImpl* const owner = session;
+    OffloadCall* const finished = call;
+    owner->CommitOffload(*finished);
+    finished->Done();
+    owner->OnTransferComplete();
+  }
+
+  OffloadCall* const call;
+  SessionImpl* session = nullptr;
+  std::vector<int64_t> keys;
+  std::vector<Target> targets;
+  std::vector<std::byte*> fresh_slots;
+  std::vector<TokenCopy> copies;
+  std::vector<ProjectBlock> projections;
+};
+
+OffloadCall::OffloadCall() : work_(std::make_unique<Work>(this)) {}
+OffloadCall::~OffloadCall() = default;
+
+struct FetchCall::Work final : public HostTask {
+  explicit Work(FetchCall* call) : call(call) {}
+  void Run() override {
+    SessionImpl* const owner = session;
+    call->Done();
+    owner->OnTransferComplete();
+  }
+
+  FetchCall* const call;
+  SessionImpl* session = nullptr;
+  std::vector<TokenCopy> copies;
+};
+
+FetchCall::FetchCall() : work_(std::make_unique<Work>(this)) {}
+FetchCall::~FetchCall() = default;
+
+void SessionImpl::OnTransferComplete() {
+  Call* ended = nullptr;
+  std::function<void()> drained;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    --num_transfers_;
+    last_heard_ = now_();
+    blocks_->Reclaim();
+    Pump(&ended);
+    drained = TakeDrained();
+  }
+  RunDone(ended);
+  if (drained) drained();
+}
+
+void SessionImpl::Offload(OffloadCall* call) {
+  call->work_->session = this;
+  call->result = OffloadResult();
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    call->status_ = Admit();
+    if (call->status_.ok()) call->status_ = CheckOffload(*call);
+    if (call->status_.ok()) call->status_ = StartOffload(*call);
+    if (call->status_.ok()) return;
+  }
+  call->Done();
+}
+
+absl::Status SessionImpl::CheckOffload(OffloadCall& call) {
+  const int64_t num_blocks = std::ssize(call.blocks);
+  if (num_blocks < 1 || num_blocks > kMaxBatchBlocks) {
+    return InvalidField("blocks", absl::StrCat(num_blocks, " blocks"),
+                        absl::StrCat("1..", kMaxBatchBlocks));
+  }
+  std::vector<int64_t>& keys = call.work_->keys;
+  keys.clear();
+  for (const OffloadBlock& block : call.blocks) {
+    SLUICE_RETURN_IF_ERROR(CheckLayer(block.layer, "blocks.layer"));
+    SLUICE_RETURN_IF_ERROR(CheckBlockId(block.block_id, "blocks.block_id"));
+    if (block.valid_tokens > spec_.block_tokens) {
+      return InvalidField("blocks.valid_tokens", block.valid_tokens,
+                          absl::StrCat("0 (all) .. ", spec_.block_tokens));
+    }
+    if (std::ssize(block.tag) > kMaxTagBytes) {
+      return InvalidField("blocks.tag", absl::StrCat(block.tag.size(), " bytes"), "at most 32 bytes");
+    }
+    keys.push_back(block.layer * spec_.max_blocks + block.block_id);
+  }
+  std::sort(keys.begin(), keys.end());
+  if (const auto twice = std::adjacent_find(keys.begin(), keys.end()); twice != keys.end()) {
+    const int64_t layer = *twice / spec_.max_blocks;
+    const int64_t block_id = *twice % spec_.max_blocks;
+    return Error(absl::StatusCode::kInvalidArgument, Reason::kDuplicateBlock,
+                 absl::StrCat("layer ", layer, " block ", block_id, " is twice in the batch"))
+        .Meta("layer", layer)
+        .Meta("block_id", block_id);
+  }
+  if (call.k.shape.size() == 4 && call.v.shape.size() == 4 && call.k.shape[3] != call.v.shape[3]) {
+    return Error(absl::StatusCode::kInvalidArgument, Reason::kUnequalKv,
+                 absl::StrCat("K has head_dim ", call.k.shape[3], " and V has ", call.v.shape[3],
+                              "; unequal ones, and MLA, are not supported"))
+        .Meta("field", "v.shape")
+        .Meta("value", call.v.shape[3])
+        .Meta("allowed", call.k.shape[3]);
+  }
+  const int64_t dims[] = {num_blocks, spec_.block_tokens, spec_.num_kv_heads, spec_.head_dim};
+  SLUICE_RETURN_IF_ERROR(CheckTensor(call.k, "k", spec_.kv_dtype, dims));
+  return CheckTensor(call.v, "v", spec_.kv_dtype, dims);
+}
+
+absl::Status SessionImpl::StartOffload(OffloadCall& call) {
+  OffloadCall::Work& work = *call.work_;
+  const bool predict = call.predict != PredictMode::kOff;
+  int64_t num_fresh = 0;
+  work.targets.assign(call.blocks.size(), {});
+  for (size_t i = 0; i < call.blocks.size(); ++i) {
+    const OffloadBlock& block = call.blocks[i];
+    const BlockEntry& entry = blocks_->at(block.layer, block.block_id);
+    if (entry.stored() && blocks_->num_tables(block.block_id) > 1) {
+      return BlockShared(block.layer, block.block_id);
+    }
+    work.targets[i].lent = entry.slot != nullptr && !entry.stored();
+    num_fresh += work.targets[i].lent ? 0 : 1;
+  }
+  blocks_->Reclaim();
+  if (call.predict == PredictMode::kRequired && rows_->free_rows() < num_fresh) {
+    return Error(absl::StatusCode::kResourceExhausted, Reason::kPredictionMemory,
+                 absl::StrCat("no A_g memory for ", num_fresh,
+                              " blocks while the ones they replace are still being read"))
+        .Meta("need_rows", num_fresh)
+        .Meta("free_rows", rows_->free_rows())
+        .Retry(kPredictionRetry);
+  }
+  work.fresh_slots.resize(num_fresh);
+  SLUICE_RETURN_IF_ERROR(blocks_->TakeSlots(absl::MakeSpan(work.fresh_slots)));
+
+  // Nothing can fail any more.
+  work.copies.clear();
+  work.projections.clear();
+  const int64_t wire_bytes = slot_bytes_ / 2;
+  int64_t next_fresh = 0;
+  for (size_t i = 0; i < call.blocks.size(); ++i) {
+    const OffloadBlock& block = call.blocks[i];
+    OffloadCall::Work::Target& target = work.targets[i];
+    if (target.lent) {
+      BlockEntry& entry = blocks_->at(block.layer, block.block_id);
+      target.slot = std::exchange(entry.slot, nullptr);
+      target.row = std::exchange(entry.projected, nullptr);
+      entry.num_fillers = 1;
+      if (!predict && target.row != nullptr) rows_->Give(std::exchange(target.row, nullptr));
+    } else {
+      target.slot = work.fresh_slots[next_fresh++];
+      if (predict) target.row = rows_->Take();
+    }
+    const int64_t valid_tokens = block.valid_tokens == 0 ? spec_.block_tokens : block.valid_tokens;
+    work.copies.push_back({target.slot, Source(call.k.data) + i * wire_bytes,
+                           Source(call.v.data) + i * wire_bytes, 0,
+                           static_cast<int32_t>(valid_tokens),
+                           static_cast<int32_t>(spec_.block_tokens - valid_tokens)});
+    if (target.row != nullptr) {
+      work.projections.push_back({target.slot, target.row, 0, static_cast<int32_t>(valid_tokens)});
+    }
+  }
+  ++num_transfers_;
+  ops_.StoreTokens({layout_, work.copies.data(), std::ssize(work.copies)}, *ingest_stream_);
+  if (!work.projections.empty()) {
+    ops_.ProjectKeys({layout_, static_cast<int32_t>(spec_.rank), projection_.data(), 0,
+                      work.projections.data(), std::ssize(work.projections)},
+                     *ingest_stream_);
+  }
+  ingest_stream_->Enqueue(&work);
+  return absl::OkStatus();
+}
+
+void SessionImpl::CommitOffload(OffloadCall& call) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const OffloadCall::Work& work = *call.work_;
+  for (size_t i = 0; i < call.blocks.size(); ++i) {
+    const OffloadBlock& block = call.blocks[i];
+    const OffloadCall::Work::Target& target = work.targets[i];
+    BlockEntry& entry = blocks_->at(block.layer, block.block_id);
+    if (target.lent) entry.num_fillers = 0;
+    call.result.replaced_blocks += entry.stored() ? 1 : 0;
+    call.result.predicted_blocks += target.row != nullptr ? 1 : 0;
+    blocks_->Store(block.layer, block.block_id, target.slot, target.row,
+                   block.valid_tokens == 0 ? spec_.block_tokens : block.valid_tokens, block.tag);
+  }
+  call.result.stored_blocks = std::ssize(call.blocks);
+  call.result.stored_bytes = std::ssize(call.blocks) * blocks_->stride_bytes();
+}
+
+void SessionImpl::Fetch(FetchCall* call) {
+  call->work_->session = this;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    call->status_ = Admit();
+    if (call->status_.ok()) call->status_ = StartFetch(*call);
+    if (call->status_.ok()) return;
+  }
+  call->Done();
+}
+
+absl::Status SessionImpl::StartFetch(FetchCall& call) {
+  SLUICE_RETURN_IF_ERROR(CheckLayer(call.layer));
+  FetchCall::Work& work = *call.work_;
+  work.copies.clear();
+  call.info.clear();
+  const int64_t wire_bytes = slot_bytes_ / 2;
+  StreamPosition last_write = 0;
+  for (size_t i = 0; i < call.block_ids.size(); ++i) {
+    const uint32_t block_id = call.block_ids[i];
+    SLUICE_RETURN_IF_ERROR(CheckBlockId(block_id, "blocks.block_ids"));
+    const BlockEntry& entry = blocks_->at(call.layer, block_id);
+    if (!entry.stored()) return BlockNotFound(call.layer, block_id);
+    last_write = std::max(last_write, entry.last_write);
+    work.copies.push_back({entry.slot, call.k + i * wire_bytes, call.v + i * wire_bytes, 0,
+                           entry.valid_tokens,
+                           static_cast<int32_t>(spec_.block_tokens - entry.valid_tokens)});
+    call.info.push_back(InfoOf(call.layer, block_id));
+  }
+  ++num_transfers_;
+  if (last_write > attention_stream_->completed()) {
+    fetch_stream_->WaitFor(*attention_stream_, last_write);
+  }
+  const StreamPosition position =
+      ops_.GatherTokens({layout_, work.copies.data(), std::ssize(work.copies)}, *fetch_stream_);
+  for (const uint32_t block_id : call.block_ids) {
+    blocks_->at(call.layer, block_id).last_fetch = position;
+  }
+  fetch_stream_->Enqueue(&work);
+  return absl::OkStatus();
+}
+
+}  // namespace sluice

@@ -1,0 +1,177 @@
+#include "server/swap/block_table.h"
+
+#include <algorithm>
+
+#include "server/base/error.h"
+#include "server/base/status_macros.h"
+
+namespace sluice {
+
+BlockTable::BlockTable(const Options& options, SlotStore* store, RowPool* rows,
+                       std::vector<Stream*> readers)
+    : options_(options),
+      store_(store),
+      rows_(rows),
+      readers_(std::move(readers)),
+      entries_(options.num_layers * options.max_blocks),
+      touched_((entries_.count() + kSegmentEntries - 1) / kSegmentEntries),
+      num_tables_(options.max_blocks) {}
+
+BlockTable::~BlockTable() {
+  Reclaim();
+  if (!valid() || num_slots_ == 0) return;
+  std::vector<std::byte*> slots;
+  slots.reserve(num_slots_);
+  for (int64_t key = NextPresent(0); key >= 0; key = NextPresent(key + 1)) {
+    if (entries_[key].slot != nullptr) slots.push_back(entries_[key].slot);
+  }
+  store_->Free(options_.slot_bytes, slots);
+}
+
+absl::Status BlockTable::TakeSlots(absl::Span<std::byte*> slots) {
+  Reclaim();
+  const int64_t count = static_cast<int64_t>(slots.size());
+  if (options_.budget_bytes > 0 &&
+      (num_slots_ + count) * stride_bytes() > options_.budget_bytes) {
+    return Error(absl::StatusCode::kResourceExhausted, Reason::kHostMemory,
+                 absl::StrCat("no room for ", count, " blocks of ", stride_bytes(),
+                              " bytes in the session's host_budget_bytes: ",
+                              num_slots_ * stride_bytes(), " of ", options_.budget_bytes,
+                              " bytes are in use"))
+        .Meta("need_bytes", count * stride_bytes())
+        .Meta("free_bytes", options_.budget_bytes - num_slots_ * stride_bytes())
+        .Meta("budget_bytes", options_.budget_bytes);
+  }
+  SLUICE_RETURN_IF_ERROR(store_->Allocate(options_.slot_bytes, slots));
+  num_slots_ += count;
+  return absl::OkStatus();
+}
+
+void BlockTable::GiveSlots(absl::Span<std::byte* const> slots) {
+  store_->Free(options_.slot_bytes, slots);
+  num_slots_ -= static_cast<int64_t>(slots.size());
+}
+
+bool BlockTable::Passed(const Retired& retired) const {
+  for (size_t i = 0; i < readers_.size(); ++i) {
+    if (readers_[i]->completed() < retired.stamps[i]) return false;
+  }
+  return true;
+}
+
+void BlockTable::Retire(std::byte* slot, std::byte* row) {
+  if (slot == nullptr && row == nullptr) return;
+  Retired retired{slot, row, {}};
+  for (size_t i = 0; i < readers_.size(); ++i) retired.stamps[i] = readers_[i]->enqueued();
+  limbo_.push_back(retired);
+  Reclaim();
+}
+
+void BlockTable::Reclaim() {
+  while (limbo_begin_ < limbo_.size() && Passed(limbo_[limbo_begin_])) {
+    const Retired& retired = limbo_[limbo_begin_++];
+    if (retired.slot != nullptr) GiveSlots(absl::MakeConstSpan(&retired.slot, 1));
+    if (retired.row != nullptr) rows_->Give(retired.row);
+  }
+  if (limbo_begin_ == limbo_.size()) {
+    limbo_.clear();
+    limbo_begin_ = 0;
+  } else if (limbo_begin_ > limbo_.size() / 2) {
+    limbo_.erase(limbo_.begin(), limbo_.begin() + static_cast<ptrdiff_t>(limbo_begin_));
+    limbo_begin_ = 0;
+  }
+}
+
+void BlockTable::ClearTag(int64_t key, BlockEntry& entry) {
+  if (!entry.tagged) return;
+  const auto tag = tags_.find(key);
+  const auto keys = by_tag_.find(tag->second);
+  keys->second.erase(std::find(keys->second.begin(), keys->second.end(), key));
+  if (keys->second.empty()) by_tag_.erase(keys);
+  tags_.erase(tag);
+  entry.tagged = false;
+}
+
+void BlockTable::Store(int64_t layer, int64_t block_id, std::byte* slot, std::byte* row,
+                       int64_t valid_tokens, absl::string_view tag) {
+  BlockEntry& entry = at(layer, block_id);
+  const int64_t key = layer * options_.max_blocks + block_id;
+  num_stored_ += entry.stored() ? 0 : 1;
+  num_predicted_ -= entry.stored() && entry.projected != nullptr ? 1 : 0;
+  num_predicted_ += row != nullptr ? 1 : 0;
+  Retire(entry.slot, entry.projected);
+  Touch(entry);
+  entry.slot = slot;
+  entry.projected = row;
+  entry.valid_tokens = static_cast<uint16_t>(valid_tokens);
+  entry.version = next_version_++;
+  // The new slot has no readers and no writers yet.
+  entry.last_write = 0;
+  entry.last_fetch = 0;
+  ClearTag(key, entry);
+  if (!tag.empty()) {
+    tags_.emplace(key, tag);
+    by_tag_[tag].push_back(key);
+    entry.tagged = true;
+  }
+}
+
+void BlockTable::SetValidTokens(BlockEntry& entry, int64_t valid_tokens) {
+  if (!entry.stored() && valid_tokens > 0) {
+    ++num_stored_;
+    num_predicted_ += entry.projected != nullptr ? 1 : 0;
+  }
+  entry.valid_tokens = static_cast<uint16_t>(valid_tokens);
+  entry.version = next_version_++;
+}
+
+void BlockTable::Reserve(BlockEntry& entry, std::byte* slot, std::byte* row) {
+  Touch(entry);
+  entry.slot = slot;
+  entry.projected = row;
+  entry.last_write = 0;
+  entry.last_fetch = 0;
+}
+
+int64_t BlockTable::Drop(int64_t layer, int64_t block_id) {
+  BlockEntry& entry = at(layer, block_id);
+  if (entry.stored()) {
+    --num_stored_;
+    num_predicted_ -= entry.projected != nullptr ? 1 : 0;
+  }
+  const int64_t freed_bytes = entry.slot != nullptr ? stride_bytes() : 0;
+  Retire(entry.slot, entry.projected);
+  ClearTag(layer * options_.max_blocks + block_id, entry);
+  const uint16_t num_fillers = entry.num_fillers;
+  entry = BlockEntry();
+  entry.num_fillers = num_fillers;
+  return freed_bytes;
+}
+
+int64_t BlockTable::NextPresent(int64_t key) const {
+  while (key < entries_.count()) {
+    if (touched_[key / kSegmentEntries] == 0) {
+      key = (key / kSegmentEntries + 1) * kSegmentEntries;
+    } else if (entries_[key].present()) {
+      return key;
+    } else {
+      ++key;
+    }
+  }
+  return -1;
+}
+
+absl::string_view BlockTable::TagOf(int64_t layer, int64_t block_id) const {
+  if (!at(layer, block_id).tagged) return "";
+  return tags_.find(layer * options_.max_blocks + block_id)->second;
+}
+
+std::vector<int64_t> BlockTable::FindTag(absl::string_view tag) const {
+  const auto it = by_tag_.find(tag);
+  if (it == by_tag_.end()) return {};
+  std::vector<int64_t> keys = it->second;
+  std::sort(keys.begin(), keys.end());
+  return keys;
+}
+
+}  // namespace sluice
