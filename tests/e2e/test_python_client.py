@@ -2,7 +2,9 @@
 
 import asyncio
 import datetime
+import socket
 import threading
+import time
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +15,7 @@ from sluice_client import (
     AlreadyExistsError,
     AsyncClient,
     BlockState,
+    Client,
     CloseMode,
     DeadlineExceededError,
     DecodeSequence,
@@ -469,11 +472,14 @@ def test_missing_blocks_are_named(client, open_session):
         assert caught.value.reason == "BLOCK_NOT_FOUND"
 
 
-def test_a_deadline_ends_a_call(client, open_session):
-    session = open_session(client)
-    with pytest.raises(DeadlineExceededError):
-        session.list_blocks(timeout_s=1e-6)
-    assert session.list_blocks() == []
+def test_a_deadline_ends_a_call(connect):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        for client, timeout_s in ((connect(address), 0.3), (connect(address, timeout_s=0.3), None)):
+            start_s = time.monotonic()
+            with pytest.raises(DeadlineExceededError):
+                client.get_server(timeout_s=timeout_s)
+            assert 0.2 < time.monotonic() - start_s < 10
 
 
 def test_no_daemon_is_an_error_of_the_same_family(connect):
@@ -490,8 +496,6 @@ def test_unix_socket(daemon, connect):
 
 
 def test_threads_share_a_client(daemon):
-    from sluice_client import Client
-
     failures = []
 
     def work(client, index):
