@@ -342,6 +342,8 @@ void SessionImpl::Submit(Call* call) {
   Call::Internal& internal = *call->internal_;
   internal.session = this;
   internal.next = nullptr;
+  // A Cancel that came too late for the call before must not reach this one.
+  call->cancelled_.store(false, std::memory_order_relaxed);
   internal.submit_time = absl::Now();
   {
     std::lock_guard<std::mutex> lock(mutex_);
