@@ -52,7 +52,7 @@ def test_health_of_an_unknown_service_is_not_found(daemon):
 
 def test_the_unix_socket_serves_too(daemon):
     done = subprocess.run(
-        [GRPCURL, "-plaintext", "-unix", daemon.socket, "sluice.v1.AdminService/GetServer"],
+        [GRPCURL, "-plaintext", f"unix://{daemon.socket}", "sluice.v1.AdminService/GetServer"],
         capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["version"]

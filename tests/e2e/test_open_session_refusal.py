@@ -3,7 +3,7 @@
 import pytest
 from sluice_client import Client, CloseMode, ResourceExhaustedError
 
-BUDGET_BYTES = 64 << 20
+BUDGET_BYTES = 160 << 20
 # A_g alone is 8 x 4,096 x 4 x 16 x 64 x 2 bytes = 256 MiB.
 SPEC = dict(name="large", num_layers=8, num_query_heads=8, num_kv_heads=4, head_dim=128, block_tokens=16, rank=64,
             max_blocks=4096, max_sequences=8)

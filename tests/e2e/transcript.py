@@ -1,4 +1,4 @@
-"""Sessions of a shell in documents: finding them and running them.
+r"""Sessions of a shell in documents: finding them and running them.
 
 A session is the fenced code block after `<!-- test: NAME -->`. Its lines that start with `$ ` are commands (a `\` at the
 end continues one), the lines after a command are its output: `...` in it stands for anything, alone on a line for any
