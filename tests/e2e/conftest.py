@@ -3,12 +3,29 @@
 import asyncio
 import inspect
 import itertools
+import signal
 import threading
 
 import pytest
 import sluice_client
 from daemon import Daemon
 from sluice_client import AsyncClient, AsyncDecodeStream, AsyncSession, Client
+
+
+# No test may hang, whatever the daemon does.
+TEST_LIMIT_S = 120
+
+
+@pytest.fixture(autouse=True)
+def limited():
+    def give_up(*_):
+        raise TimeoutError(f"the test took more than {TEST_LIMIT_S} s")
+
+    previous = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(TEST_LIMIT_S)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, previous)
 
 
 @pytest.fixture(scope="session")
