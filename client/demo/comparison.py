@@ -102,6 +102,8 @@ def compare(run: Run, reference_run: Run, prefill: Prefill) -> Comparison:
 
 
 def _tolerance(expected: np.ndarray) -> np.ndarray:
-    precision = float(ml_dtypes.finfo(ml_dtypes.bfloat16).eps)
-    _, exponent = np.frexp(expected)
-    return np.maximum(_TOLERANCE, _TOLERANCE_BF16_ULPS * np.ldexp(precision, exponent - 1))
+    # frexp gives a fraction in [1/2, 1), so that a value's power of two is one below its exponent.
+    fraction, exponent = np.frexp(expected)
+    power_of_two = np.where(fraction == 0, 0, np.ldexp(1.0, exponent - 1))
+    ulp = float(ml_dtypes.finfo(ml_dtypes.bfloat16).eps) * power_of_two
+    return np.maximum(_TOLERANCE, _TOLERANCE_BF16_ULPS * ulp)

@@ -8,9 +8,15 @@ be the same. Exit status: 0 if they are, 1 if not, 2 where the demo could not ru
 
 import argparse
 import contextlib
+import os
 import sys
 import time
 from typing import Iterable
+
+# The matrices of a single token are small and the daemon computes beside this process: threads of
+# the BLAS library that wait for each other cost several times what they bring where cores are busy.
+# The library reads this once, when numpy is imported.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 import sluice_client
@@ -71,8 +77,9 @@ class Progress:
         print(("\r" if terminal else "") + line, end="\n" if last else "", flush=True)
 
 
-def megabytes(count: int) -> str:
-    return f"{count / 1e6:,.2f} MB"
+def in_units(count_bytes: int) -> str:
+    unit_bytes, unit = (1e6, "MB") if count_bytes >= 1e5 else (1e3, "kB")
+    return f"{count_bytes / unit_bytes:,.1f} {unit}"
 
 
 def offload(remote: RemoteAttention, prefill: Prefill) -> None:
@@ -83,12 +90,12 @@ def offload(remote: RemoteAttention, prefill: Prefill) -> None:
     for layer, layer_bytes in enumerate(remote.offload(prefill.keys, prefill.values)):
         stored_bytes += layer_bytes
         seconds = time.perf_counter() - begin
-        progress.show(layer + 1, f"{megabytes(stored_bytes)} in {seconds:.2f} s, rank {RANK}")
+        progress.show(layer + 1, f"{in_units(stored_bytes)} in {seconds:.2f} s, rank {RANK}")
 
 
 def score_blocks(remote: RemoteAttention, prompt: Prompt, prefill: Prefill) -> dict[int, float]:
-    """A score for each block that lies wholly in the document: how well it fits the token of the
-    question that it fits best, as the mean over some layers."""
+    """A score for each block that lies wholly in the document: the mean over the question's tokens
+    and some layers."""
     blocks = range(
         -(-prompt.document.start // BLOCK_TOKENS), prompt.document.stop // BLOCK_TOKENS
     )
@@ -101,7 +108,7 @@ def score_blocks(remote: RemoteAttention, prompt: Prompt, prefill: Prefill) -> d
             for layer in _SCORED_LAYERS
         ]
     )
-    return dict(zip(blocks, scores.mean(axis=0).max(axis=0).tolist()))
+    return dict(zip(blocks, scores.mean(axis=(0, 1)).tolist()))
 
 
 def print_passages(prompt: Prompt, scores: dict[int, float]) -> None:
@@ -130,10 +137,10 @@ def print_comparison(comparison: Comparison, reference: Run, remote_run: Run) ->
         f"largest difference of an attention output: {comparison.output_difference:.2g} "
         f"({comparison.outputs_beyond_tolerance} of {comparison.outputs:,} beyond the tolerance)"
     )
+    smallest_gap = min(reference.smallest_gap, remote_run.smallest_gap)
     print(
-        f"smallest gap between the two best logits: "
-        f"{min(reference.smallest_gap, remote_run.smallest_gap):.2g} "
-        f"(largest difference of a logit between the runs: {comparison.logit_difference:.2g})"
+        f"smallest gap between the two best logits: {smallest_gap:.2f} "
+        f"(largest difference of a logit between the runs: {comparison.logit_difference:.2f})"
     )
 
 
@@ -153,10 +160,10 @@ def print_memory(
 ) -> None:
     print("\nMemory of the daemon's session        in use      reserved")
     for name, used_bytes, reserved_bytes in items:
-        print(f"  {name:<30}{megabytes(used_bytes):>14}{megabytes(reserved_bytes):>14}")
+        print(f"  {name:<30}{in_units(used_bytes):>14}{in_units(reserved_bytes):>14}")
     print("Memory of this process")
-    print(f"  {'weights, float32':<30}{megabytes(model.weight_bytes):>14}")
-    print(f"  {'K and V, BF16':<30}{megabytes(reference.kv_bytes):>14}")
+    print(f"  {'weights, float32':<30}{in_units(model.weight_bytes):>14}")
+    print(f"  {'K and V, BF16':<30}{in_units(reference.kv_bytes):>14}")
 
 
 def run_demo(

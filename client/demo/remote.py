@@ -22,7 +22,6 @@ from smollm2 import Geometry
 
 BLOCK_TOKENS = 16
 RANK = 32
-PROJECTION_SEED = 1
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 _SEQUENCE_ID = 0
@@ -99,7 +98,6 @@ class RemoteAttention:
             head_dim=geometry.head_dim,
             block_tokens=BLOCK_TOKENS,
             rank=RANK,
-            projection_seed=PROJECTION_SEED,
             max_blocks=self._max_blocks,
             max_sequences=1,
         )

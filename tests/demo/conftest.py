@@ -1,9 +1,13 @@
 """The demo's modules, its model and its prompt, made once."""
 
+import os
 import pathlib
 import sys
 
 import pytest
+
+# As in demo.py, and again before numpy is imported.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "client/demo"))

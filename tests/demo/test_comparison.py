@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from attention import ReferenceAttention
-from comparison import Run, compare
+from comparison import Run, _tolerance, compare
 from smollm2 import Prefill
 
 
@@ -60,6 +60,13 @@ def test_an_output_rounded_to_bf16_is_within_the_tolerance(two_runs):
     for call in run.calls:
         call[4][:] = call[4].astype(ml_dtypes.bfloat16).astype(np.float32)
     assert compare(run, reference, prefill).outputs_beyond_tolerance == 0
+
+
+def test_tolerance_is_two_bf16_ulps_but_never_below_its_floor():
+    expected = np.array([0.0, 1e-3, 1.0, -1.5, 2.0, 100.0], np.float32)
+    np.testing.assert_array_equal(
+        _tolerance(expected), [1e-3, 1e-3, 2 / 128, 2 / 128, 4 / 128, 128 / 128]
+    )
 
 
 def test_smallest_gap():

@@ -1,12 +1,12 @@
 """The model of the demo: tokens, prefill and decode."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 from attention import ReferenceAttention
 from comparison import decode_greedily
 from prompt import read_document
 from smollm2 import SmolLM2, _causal_attention, chat_prompt
-import ml_dtypes
 
 
 @pytest.mark.parametrize(
