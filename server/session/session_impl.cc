@@ -106,10 +106,15 @@ absl::Status SessionImpl::Init() {
       reserve(MemoryKind::kDevice, reservation_.split_workspace_bytes, &split_workspace_));
   SLUICE_RETURN_IF_ERROR(
       reserve(MemoryKind::kDevice, reservation_.score_workspace_bytes, &score_workspace_));
-  std::vector<uint16_t> p(spec_.head_dim * spec_.rank);
+  // P is written on the host and travels in stream order, ahead of whatever will read it.
+  SLUICE_RETURN_IF_ERROR(
+      reserve(MemoryKind::kHost, reservation_.projection_bytes, &projection_upload_));
   FillGaussianProjection(spec_.projection_seed, static_cast<int>(spec_.head_dim),
-                         static_cast<int>(spec_.rank), p.data());
-  std::memcpy(projection_.data(), p.data(), reservation_.projection_bytes);
+                         static_cast<int>(spec_.rank),
+                         reinterpret_cast<uint16_t*>(projection_upload_.data()));
+  projection_copy_ = {projection_.data(), projection_upload_.data(), reservation_.projection_bytes};
+  const StreamPosition uploaded = ops_.CopyBytes({&projection_copy_, 1}, *attention_stream_);
+  ingest_stream_->WaitFor(*attention_stream_, uploaded);
   return absl::OkStatus();
 }
 
@@ -290,6 +295,7 @@ int64_t SessionImpl::Teardown() {
   split_workspace_.Reset();
   score_workspace_.Reset();
   projection_.Reset();
+  projection_upload_.Reset();
   block_marks_ = LazyArray<uint64_t>();
   block_writers_ = LazyArray<uint32_t>();
   return freed_bytes;

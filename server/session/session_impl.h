@@ -200,7 +200,9 @@ class SessionImpl final : public Session {
 
   // Fixed after Init.
   SessionSpec spec_;
-  Buffer projection_;      // P, [head_dim, rank] BF16
+  Buffer projection_;         // P, [head_dim, rank] BF16
+  Buffer projection_upload_;  // the same in host memory, where it was made
+  ByteCopy projection_copy_;
   Buffer split_workspace_;  // of the attention stream
   Buffer score_workspace_;
   std::unique_ptr<Stream> attention_stream_;
