@@ -1,0 +1,115 @@
+// sluiced: reads its flags, wires device, sessions and server together, and serves until it is told to end.
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <cstdio>
+#include <fstream>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "kernels/cpu/cpu_device.h"
+#include "kernels/device/device.h"
+#include "server/base/logging.h"
+#include "server/base/status_macros.h"
+#include "server/base/version.h"
+#include "server/config/flags.h"
+#include "server/config/options.h"
+#include "server/rpc/rpc_server.h"
+#include "server/session/session_manager.h"
+
+namespace sluice {
+namespace {
+
+SessionManagerOptions ManagerOptions(const DaemonOptions& options) {
+  SessionManagerOptions to;
+  to.hbm_budget_bytes = options.memory.hbm_budget_bytes;
+  to.host_budget_bytes = options.memory.host_budget_bytes;
+  to.max_sessions = options.limits.max_sessions;
+  to.max_queued_calls_per_session = options.limits.max_queued_calls_per_session;
+  to.max_tile_runs_per_session = options.limits.max_tile_runs_per_session;
+  to.max_message_bytes = options.limits.max_message_bytes;
+  return to;
+}
+
+RpcServerOptions ServerOptions(const DaemonOptions& options, const DeviceInfo& device) {
+  RpcServerOptions to;
+  to.listen_address = options.listen.listen_address;
+  to.unix_socket = options.listen.unix_socket;
+  to.max_message_bytes = options.limits.max_message_bytes;
+  to.max_inflight_bytes = options.limits.max_inflight_bytes;
+  to.device = {device.kind, device.name, device.instruction_set, device.num_workers,
+               device.total_memory_bytes};
+  return to;
+}
+
+// Written under another name first: whoever waits for the file never sees half of it.
+absl::Status WritePortFile(const std::string& path, int port) {
+  if (path.empty()) return absl::OkStatus();
+  const std::string temporary = absl::StrCat(path, ".new");
+  std::ofstream file(temporary, std::ios::trunc);
+  file << port << "\n";
+  file.close();
+  if (file.fail() || std::rename(temporary.c_str(), path.c_str()) != 0) {
+    return absl::FailedPreconditionError(absl::StrCat("cannot write --port_file ", path));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Serve(const DaemonOptions& options, const sigset_t& end_signals) {
+  SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device,
+                          CreateCpuDevice({.num_threads = options.cpu.num_threads}));
+  SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<SessionManager> manager,
+                          SessionManager::Create(ManagerOptions(options), device.get()));
+  SLUICE_ASSIGN_OR_RETURN(
+      const std::unique_ptr<RpcServer> server,
+      RpcServer::Start(ServerOptions(options, device->info()), manager.get()));
+  SLUICE_RETURN_IF_ERROR(WritePortFile(options.listen.port_file, server->port()));
+  LogInfo("serving", {{"version", kVersion},
+                      {"listen_address", options.listen.listen_address},
+                      {"port", server->port()},
+                      {"unix_socket", options.listen.unix_socket},
+                      {"device", device->info().kind},
+                      {"device_name", device->info().name},
+                      {"hbm_budget_bytes", manager->options().hbm_budget_bytes},
+                      {"host_budget_bytes", manager->options().host_budget_bytes}});
+  int signal = 0;
+  sigwait(&end_signals, &signal);
+  LogInfo("shutting down", {{"signal", signal},
+                            {"grace_ms", absl::ToInt64Milliseconds(options.shutdown_grace)}});
+  server->Shutdown(options.shutdown_grace);
+  manager->Shutdown();
+  LogInfo("bye");
+  return absl::OkStatus();
+}
+
+int Main(int argc, char** argv) {
+  const CommandLine line = ParseCommandLine(argc, argv);
+  if (line.exit_code.has_value()) {
+    std::fputs(line.output.c_str(), *line.exit_code == 0 ? stdout : stderr);
+    return *line.exit_code;
+  }
+  SetLogFormat(line.options.log.log_format);
+  SetLogLevel(line.options.log.log_level);
+  // Before any thread is started, so that none of them takes the signals that are waited for.
+  sigset_t end_signals;
+  sigemptyset(&end_signals);
+  sigaddset(&end_signals, SIGTERM);
+  sigaddset(&end_signals, SIGINT);
+  pthread_sigmask(SIG_BLOCK, &end_signals, nullptr);
+  signal(SIGPIPE, SIG_IGN);
+  const absl::Status status = Serve(line.options, end_signals);
+  if (!status.ok()) {
+    LogError("cannot serve", {{"status", status.ToString()}});
+    return 1;
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace sluice
+
+int main(int argc, char** argv) { return sluice::Main(argc, argv); }
