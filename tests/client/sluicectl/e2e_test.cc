@@ -101,7 +101,7 @@ class SluicectlE2eTest : public ::testing::Test {
     const std::string v = WriteNpy("v.npy", {2, 4, 4, 2, 16}, v1::DTYPE_F32);
     EXPECT_EQ(Do(absl::StrCat("offload --session {s} --blocks 0-3 --tags a,b,c,0xff --k ", k,
                               " --v ", v)),
-              "stored 8 blocks (4 KiB), 8 predicted, 0 replaced\n");
+              "stored 8 blocks (32 KiB), 8 predicted, 0 replaced\n");
   }
 
   static client::DaemonProcess* daemon_;
@@ -143,7 +143,8 @@ TEST_F(SluicectlE2eTest, Sessions) {
   EXPECT_TRUE(absl::StrContains(Do(absl::StrCat("sessions open {s} ", kOpen)), "attached to"));
   EXPECT_TRUE(absl::StrContains(Do("sessions close {s} --keep-data"), "closed"));
   EXPECT_TRUE(absl::StrContains(Do("sessions get {s}"), "detached"));
-  EXPECT_EQ(Try("sessions close {s} --delete-data").exit_code, 0);
+  EXPECT_EQ(Try("sessions close {s} --keep-data").exit_code, 5);
+  EXPECT_TRUE(absl::StrContains(Do("sessions close {s} --delete-data"), "closed"));
   const Result gone = Try("sessions get {s}");
   EXPECT_EQ(gone.exit_code, 4);
   EXPECT_TRUE(absl::StrContains(gone.err, "NOT_FOUND SESSION_NOT_FOUND")) << gone.err;
@@ -209,7 +210,7 @@ TEST_F(SluicectlE2eTest, Blocks) {
   EXPECT_EQ(Json<v1::ListBlocksResponse>("blocks list --session {s} --tier disk").blocks_size(), 0);
   EXPECT_TRUE(absl::StrContains(Do("blocks describe 9 --session {s} --layers 1"), "absent"));
   EXPECT_EQ(Json<v1::FindBlocksResponse>("blocks find a 0xff --session {s}").blocks_size(), 4);
-  EXPECT_EQ(Do("blocks drop 3 --session {s}"), "dropped 2 blocks; 1 KiB given back\n");
+  EXPECT_EQ(Do("blocks drop 3 --session {s}"), "dropped 2 blocks; 8 KiB given back\n");
   const Result missing = Try("blocks drop 3 --session {s}");
   EXPECT_EQ(missing.exit_code, 4);
   EXPECT_TRUE(absl::StrContains(missing.err, "BLOCK_NOT_FOUND")) << missing.err;
