@@ -87,7 +87,7 @@ class RemoteAttention:
     """
 
     def __init__(self, address: str, geometry: Geometry, max_tokens: int):
-        """Opens the session. `max_tokens` bounds the sequence: those offloaded and those decoded."""
+        """Opens the session. `max_tokens`: offloaded and decoded, together at most."""
         self._client = sluice_client.Client(address)
         self._max_blocks = -(-max_tokens // BLOCK_TOKENS)
         self._session = self._client.open_session(

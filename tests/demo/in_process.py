@@ -1,4 +1,4 @@
-"""Stands in for the demo's RemoteAttention where a test is about the demo and not about the daemon."""
+"""Stands in for the demo's RemoteAttention in tests that are about the demo, not the daemon."""
 
 import numpy as np
 
