@@ -3,6 +3,7 @@
 #ifndef TESTS_SESSION_SESSION_FIXTURE_H_
 #define TESTS_SESSION_SESSION_FIXTURE_H_
 
+#include <atomic>
 #include <cmath>
 #include <condition_variable>
 #include <cstring>
@@ -77,6 +78,20 @@ inline int64_t Bf16UlpsApart(uint16_t a, uint16_t b) {
   return std::abs(place(a) - place(b));
 }
 
+// How far the manager's clock is ahead; its threads read it.
+class TestClockOffset {
+ public:
+  TestClockOffset& operator=(absl::Duration offset) {
+    offset_ns_ = absl::ToInt64Nanoseconds(offset);
+    return *this;
+  }
+  TestClockOffset& operator+=(absl::Duration offset) { return *this = get() + offset; }
+  absl::Duration get() const { return absl::Nanoseconds(offset_ns_.load()); }
+
+ private:
+  std::atomic<int64_t> offset_ns_{0};
+};
+
 class SessionFixture : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -89,12 +104,32 @@ class SessionFixture : public ::testing::Test {
     manager_.reset();
   }
 
+  // The bytes given back, or why not.
+  absl::StatusOr<int64_t> CloseSession(const std::string& name, uint64_t epoch, bool keep_data) {
+    struct Outcome {
+      std::mutex mutex;
+      std::condition_variable wake;
+      bool done = false;
+      absl::StatusOr<int64_t> freed_bytes;
+    };
+    const auto outcome = std::make_shared<Outcome>();
+    manager_->Close(name, epoch, keep_data, [outcome](absl::StatusOr<int64_t> freed_bytes) {
+      std::lock_guard<std::mutex> lock(outcome->mutex);
+      outcome->freed_bytes = std::move(freed_bytes);
+      outcome->done = true;
+      outcome->wake.notify_all();
+    });
+    std::unique_lock<std::mutex> lock(outcome->mutex);
+    outcome->wake.wait(lock, [&] { return outcome->done; });
+    return outcome->freed_bytes;
+  }
+
   void MakeManager(SessionManagerOptions options) {
     session_.reset();
     manager_.reset();
     if (options.hbm_budget_bytes == 0) options.hbm_budget_bytes = int64_t{1} << 30;
     if (options.host_budget_bytes == 0) options.host_budget_bytes = int64_t{1} << 30;
-    options.now = [this] { return absl::Now() + clock_offset_; };
+    options.now = [this] { return absl::Now() + clock_offset_.get(); };
     auto manager = SessionManager::Create(options, device_.get());
     ASSERT_TRUE(manager.ok()) << manager.status();
     manager_ = *std::move(manager);
@@ -349,7 +384,7 @@ class SessionFixture : public ::testing::Test {
   }
 
   std::mt19937 random_{12345};
-  absl::Duration clock_offset_ = absl::ZeroDuration();
+  TestClockOffset clock_offset_;
   std::unique_ptr<TestDevice> device_;
   std::unique_ptr<SessionManager> manager_;
   std::shared_ptr<Session> session_;
