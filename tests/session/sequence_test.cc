@@ -234,7 +234,14 @@ TEST_F(Sequence, TruncateCutsTheTailInEveryLayerButNotASharedBlock) {
   EXPECT_EQ(Describe(0, 2).num_tables, 0u);
   EXPECT_EQ(Describe(0, 3).state, BlockState::kAbsent);
   EXPECT_EQ(session_->ListSequences(0, 1)[0].tokens, 6);
-  EXPECT_EQ(*session_->TruncateSequence(0, 2, 1), 2u) << "a repeat of this generation";
+  EXPECT_EQ(*session_->TruncateSequence(0, 2, 6), 2u) << "the same request again";
+  EXPECT_REASON(session_->TruncateSequence(0, 2, 1).status(), StatusCode::kAborted,
+                "STALE_GENERATION");
+  ASSERT_TRUE(Put(1, 7, 0, {}).ok());
+  EXPECT_REASON(session_->TruncateSequence(1, 7, 0).status(), StatusCode::kAborted,
+                "STALE_GENERATION")
+      << "the sequence's own generation, and no truncation made it";
+  ASSERT_TRUE(session_->ReleaseSequence(std::vector<uint32_t>{1}, false).ok());
   ASSERT_TRUE(session_->ForkSequence(0, 2, 1, 1, 0).ok());
   EXPECT_EQ(*session_->TruncateSequence(1, 2, 5), 2u);
   EXPECT_EQ(Describe(0, 1).valid_tokens, 2u) << "shared: cut for one, not for the other";

@@ -277,6 +277,9 @@ TEST_F(Tile, RunsAndTheirRowsAreBounded) {
   EXPECT_TRUE(Abort(runs[0]).ok());
   EXPECT_TRUE(Abort(runs[0]).ok()) << "aborting is repeatable";
   EXPECT_REASON(Step(runs[0], 0, {{}}).status(), StatusCode::kNotFound, "RUN_NOT_FOUND");
+  const absl::Status never = Begin(0, RandomQ(17)).status();
+  EXPECT_REASON(never, StatusCode::kInvalidArgument, "INVALID_FIELD");
+  EXPECT_EQ(MetaOf(never, "field"), "q.shape");
   // 2 x max_sequences = 16 rows in all; two are open.
   EXPECT_REASON(Begin(0, RandomQ(15)).status(), StatusCode::kResourceExhausted, "TOO_MANY_RUNS");
   const auto large = Begin(0, RandomQ(14));
