@@ -289,15 +289,26 @@ std::string ScoreText(float score, bool predicted) {
   return predicted ? absl::StrFormat("%.6g", score) : "-";
 }
 
-std::string TopTable(const v1::ScoreBlocksResponse& response, int64_t top) {
+std::string TopTable(const v1::ScoreBlocksResponse& response) {
   Table table({"RANK", "BLOCK", "INDEX", "SCORE", "PREDICTED"});
   int64_t rank = 0;
   for (const v1::TopBlock& block : response.top()) {
-    if (rank == top) break;
     table.Add({absl::StrCat(++rank), absl::StrCat(block.block_id()), absl::StrCat(block.index()),
                ScoreText(block.score(), block.predicted()), block.predicted() ? "yes" : "no"});
   }
   return absl::StrCat(table.Render(), "\n", response.scores_size(), " blocks scored\n");
+}
+
+// The daemon refuses to name more blocks than it scores, and how many a sequence has only the
+// daemon knows: so the first call asks for none.
+absl::StatusOr<v1::ScoreBlocksResponse> ScoreTop(const client::Session& session,
+                                                 v1::ScoreBlocksRequest request,
+                                                 absl::Span<const uint16_t> q, int64_t top,
+                                                 const client::CallOptions& options) {
+  auto response = session.ScoreBlocks(request, q, options);
+  if (!response.ok() || top == 0) return response;
+  request.set_top_k(static_cast<uint32_t>(std::min<int64_t>(top, response->scores_size())));
+  return session.ScoreBlocks(std::move(request), q, options);
 }
 
 absl::Status RunScore(const Invocation& invocation) {
@@ -307,7 +318,6 @@ absl::Status RunScore(const Invocation& invocation) {
   if (!request.ok()) return request.status();
   auto top = args.GetInt("top", kDefaultTop, 0, std::numeric_limits<uint32_t>::max());
   if (!top.ok()) return top.status();
-  request->set_top_k(static_cast<uint32_t>(*top));
   auto q_file = NpyReader::Open(args.Get("q"));
   if (!q_file.ok()) return q_file.status();
   auto session = invocation.UseSession();
@@ -319,9 +329,9 @@ absl::Status RunScore(const Invocation& invocation) {
   std::vector<uint16_t> q(q_file->header().num_elements());
   absl::Status read_status = q_file->Read(spec.kv_dtype(), absl::MakeSpan(q));
   if (!read_status.ok()) return read_status;
-  auto response = session->ScoreBlocks(*std::move(request), q, invocation.call_options());
+  auto response = ScoreTop(*session, *std::move(request), q, *top, invocation.call_options());
   if (!response.ok()) return response.status();
-  return invocation.Print(*response, [&] { return TopTable(*response, *top); });
+  return invocation.Print(*response, [&] { return TopTable(*response); });
 }
 
 }  // namespace

@@ -9,16 +9,20 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
 
 namespace sluice::ctl {
 namespace {
 
 constexpr absl::string_view kColumnGap = "  ";
 
-// "-" stands for nothing, and should not push a column of numbers to the left.
+// "-" stands for nothing, and should not push a column of numbers to the left. Dates and lists of
+// ids start with a digit too, but are no numbers.
 bool IsNumeric(absl::string_view cell) {
-  return cell == "-" || (!cell.empty() && (absl::ascii_isdigit(cell[0]) ||
-                                           (cell[0] == '-' && absl::ascii_isdigit(cell[1]))));
+  if (cell == "-") return true;
+  const absl::string_view digits = absl::StripPrefix(cell, "-");
+  return !digits.empty() && absl::ascii_isdigit(static_cast<unsigned char>(digits[0])) &&
+         digits.find_first_of("-,:") == absl::string_view::npos;
 }
 
 void AppendPadding(size_t count, std::string* line) { line->append(count, ' '); }

@@ -183,8 +183,13 @@ absl::Status RunClose(const Invocation& invocation) {
   auto found = invocation.FindSession(args.positional()[0]);
   if (!found.ok()) return found.status();
   const auto mode = args.Has("keep-data") ? v1::CLOSE_MODE_KEEP_DATA : v1::CLOSE_MODE_DELETE_DATA;
-  auto response =
-      invocation.client().UseSession(*found).CloseSession(mode, invocation.call_options());
+  auto session = absl::StatusOr<client::Session>(invocation.client().UseSession(*found));
+  if (found->state() == v1::SESSION_STATE_DETACHED && mode == v1::CLOSE_MODE_DELETE_DATA) {
+    // The daemon closes only what is attached; nobody is, so attaching takes it from nobody.
+    session = invocation.client().OpenSession(found->spec(), invocation.call_options());
+    if (!session.ok()) return session.status();
+  }
+  auto response = session->CloseSession(mode, invocation.call_options());
   if (!response.ok()) return response.status();
   return invocation.Print(*response, [&] {
     return absl::StrCat("closed; ", HumanBytes(response->freed_bytes()), " of blocks given back\n");
@@ -245,7 +250,7 @@ std::vector<Command> SessionCommands() {
       {.path = "sessions close",
        .operands = "NAME",
        .summary = "Close a session",
-       .details = "",
+       .details = "With --delete-data a session that is detached already is removed too.",
        .options = {{"keep-data", "", "detach; the data stays for the session's retention"},
                    {"delete-data", "", "remove the session with all its blocks"}},
        .examples = {"sluicectl sessions close demo --delete-data"},

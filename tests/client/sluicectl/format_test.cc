@@ -57,6 +57,16 @@ TEST(Table, AlignsTextLeftAndNumbersRight) {
             "longer    1200       -\n");
 }
 
+TEST(Table, DatesAndIdsAreText) {
+  Table table({"WHEN", "IDS"});
+  table.Add({"2026-01-31 12:00:00", "0-3"});
+  table.Add({"-", "7"});
+  EXPECT_EQ(table.Render(),
+            "WHEN                 IDS\n"
+            "2026-01-31 12:00:00  0-3\n"
+            "-                    7\n");
+}
+
 TEST(Table, NoSpacesAtLineEnds) {
   Table table({"A", "B"});
   table.Add({"long text", "x"});
