@@ -127,8 +127,8 @@ def append(session, chance):
         own.close(CloseMode.DELETE_DATA)
 
 
-WORKERS = [offload, offload, offload_stream, fetch, fetch, decode, decode, decode_stream, tiles, drop, look, come_and_go,
-           come_and_go, append]
+WORKERS = [offload, offload, offload_stream, fetch, fetch, decode, decode, decode_stream, tiles, drop, look,
+           come_and_go, come_and_go, append]
 
 
 def test_what_is_read_is_whole_and_nothing_is_left_behind(start_daemon):
