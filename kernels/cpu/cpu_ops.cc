@@ -46,7 +46,8 @@ void CheckAttend(const AttendParams& params) {
   SLUICE_CHECK(params.num_query_heads > 0 &&
                params.num_query_heads % params.layout.num_kv_heads == 0);
   SLUICE_CHECK((params.state.m != nullptr) != (params.out != nullptr));
-  SLUICE_CHECK(params.out_dtype == params.layout.dtype || params.out_dtype == DType::kF32);
+  SLUICE_CHECK(params.out == nullptr || params.out_dtype == params.layout.dtype ||
+               params.out_dtype == DType::kF32);
   SLUICE_CHECK(params.options.window_tokens >= 0 && params.options.sink_tokens >= 0);
   for (int64_t i = 0; i < params.num_sequences; ++i) {
     const AttendSequence& sequence = params.sequences[i];

@@ -211,7 +211,8 @@ void CpuPool::RunStream(CpuStream* stream, std::unique_lock<std::mutex>& lock,
     lock.lock();
     --stream->participants_;
     if (stream->next_unit_.load(std::memory_order_relaxed) < stream->units_) {
-      // Given way: somebody has to come back for the rest.
+      // Given way: somebody has to come back for the rest, after those that wait already.
+      UnlistLocked(stream);
       ListLocked(stream);
       break;
     }

@@ -17,10 +17,19 @@ constexpr int64_t kMaxDescribedBlocks = 65'536;
 constexpr int64_t kMaxDroppedBlocks = int64_t{1} << 24;
 constexpr int64_t kMaxTagBytes = 32;
 constexpr int64_t kMaxTags = 4'096;
+// Blocks that FindBlocks answers with, and that ListBlocks looks at in one go.
+constexpr int64_t kMaxFoundBlocks = 65'536;
 
 }  // namespace
 
+// Needs no lock, and is long for a long list.
 absl::Status SessionImpl::CheckBlockSet(const BlockSet& blocks, int64_t max_total) const {
+  const int64_t num_layers = blocks.layers.empty() ? spec_.num_layers : std::ssize(blocks.layers);
+  const int64_t total = num_layers * std::ssize(blocks.block_ids);
+  if (total > max_total) {
+    return InvalidField("blocks", absl::StrCat(total, " blocks"),
+                        absl::StrCat("at most ", max_total, ", counted in every layer"));
+  }
   for (const uint32_t layer : blocks.layers) {
     SLUICE_RETURN_IF_ERROR(CheckLayer(layer, "blocks.layers"));
   }
@@ -40,13 +49,16 @@ absl::Status SessionImpl::CheckBlockSet(const BlockSet& blocks, int64_t max_tota
   if (const auto twice = std::adjacent_find(sorted.begin(), sorted.end()); twice != sorted.end()) {
     return InvalidField("blocks.layers", *twice, "no layer twice");
   }
-  const int64_t num_layers = blocks.layers.empty() ? spec_.num_layers : std::ssize(blocks.layers);
-  const int64_t total = num_layers * std::ssize(blocks.block_ids);
-  if (total > max_total) {
-    return InvalidField("blocks", absl::StrCat(total, " blocks"),
-                        absl::StrCat("at most ", max_total, ", counted in every layer"));
-  }
   return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<bool>> SessionImpl::LayerFilter(absl::Span<const uint32_t> layers) const {
+  std::vector<bool> wanted(spec_.num_layers, layers.empty());
+  for (const uint32_t layer : layers) {
+    SLUICE_RETURN_IF_ERROR(CheckLayer(layer, "layers"));
+    wanted[layer] = true;
+  }
+  return wanted;
 }
 
 BlockInfo SessionImpl::InfoOf(uint32_t layer, uint32_t block_id) const {
@@ -80,9 +92,9 @@ void ForEach(const BlockSet& blocks, int64_t num_layers, const Visit& visit) {
 }  // namespace
 
 absl::StatusOr<std::vector<BlockInfo>> SessionImpl::DescribeBlocks(const BlockSet& blocks) const {
+  SLUICE_RETURN_IF_ERROR(CheckBlockSet(blocks, kMaxDescribedBlocks));
   std::lock_guard<std::mutex> lock(mutex_);
   SLUICE_RETURN_IF_ERROR(CheckAlive());
-  SLUICE_RETURN_IF_ERROR(CheckBlockSet(blocks, kMaxDescribedBlocks));
   std::vector<BlockInfo> result;
   ForEach(blocks, spec_.num_layers, [&](uint32_t layer, uint32_t block_id) {
     result.push_back(InfoOf(layer, block_id));
@@ -93,19 +105,22 @@ absl::StatusOr<std::vector<BlockInfo>> SessionImpl::DescribeBlocks(const BlockSe
 absl::StatusOr<SessionImpl::BlockPage> SessionImpl::ListBlocks(absl::Span<const uint32_t> layers,
                                                                Tier tier, BlockCursor cursor,
                                                                int64_t limit) const {
+  SLUICE_ASSIGN_OR_RETURN(const std::vector<bool> wanted, LayerFilter(layers));
   std::lock_guard<std::mutex> lock(mutex_);
   SLUICE_RETURN_IF_ERROR(CheckAlive());
-  for (const uint32_t layer : layers) SLUICE_RETURN_IF_ERROR(CheckLayer(layer, "layers"));
   BlockPage page;
   int64_t key = blocks_->NextPresent(cursor.layer * spec_.max_blocks + cursor.block_id);
-  for (; key >= 0 && std::ssize(page.blocks) < limit; key = blocks_->NextPresent(key + 1)) {
+  int64_t num_visited = 0;
+  while (key >= 0 && std::ssize(page.blocks) < limit && num_visited < kMaxFoundBlocks) {
     const auto layer = static_cast<uint32_t>(key / spec_.max_blocks);
-    if (!layers.empty() && std::find(layers.begin(), layers.end(), layer) == layers.end()) {
-      key = (layer + 1) * spec_.max_blocks - 1;
+    if (!wanted[layer]) {
+      key = blocks_->NextPresent((layer + 1) * spec_.max_blocks);
       continue;
     }
+    ++num_visited;
     BlockInfo info = InfoOf(layer, static_cast<uint32_t>(key % spec_.max_blocks));
     if (tier == Tier::kNone || tier == info.tier) page.blocks.push_back(std::move(info));
+    key = blocks_->NextPresent(key + 1);
   }
   page.more = key >= 0;
   if (page.more) {
@@ -117,22 +132,34 @@ absl::StatusOr<SessionImpl::BlockPage> SessionImpl::ListBlocks(absl::Span<const 
 
 absl::StatusOr<std::vector<BlockInfo>> SessionImpl::FindBlocks(
     absl::Span<const std::string> tags, absl::Span<const uint32_t> layers) const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  SLUICE_RETURN_IF_ERROR(CheckAlive());
-  for (const uint32_t layer : layers) SLUICE_RETURN_IF_ERROR(CheckLayer(layer, "layers"));
+  SLUICE_ASSIGN_OR_RETURN(const std::vector<bool> wanted, LayerFilter(layers));
   if (tags.empty() || std::ssize(tags) > kMaxTags) {
     return InvalidField("tags", absl::StrCat(tags.size(), " tags"), absl::StrCat("1..", kMaxTags));
   }
-  std::vector<BlockInfo> result;
   for (const std::string& tag : tags) {
     if (tag.empty() || std::ssize(tag) > kMaxTagBytes) {
       return InvalidField("tags", absl::StrCat(tag.size(), " bytes"), "1..32 bytes each");
     }
-    for (const int64_t key : blocks_->FindTag(tag)) {
-      const auto layer = static_cast<uint32_t>(key / spec_.max_blocks);
-      if (layers.empty() || std::find(layers.begin(), layers.end(), layer) != layers.end()) {
-        result.push_back(InfoOf(layer, static_cast<uint32_t>(key % spec_.max_blocks)));
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  SLUICE_RETURN_IF_ERROR(CheckAlive());
+  std::vector<BlockInfo> result;
+  for (const std::string& tag : tags) {
+    const auto& keys = blocks_->KeysWithTag(tag);
+    for (auto key = keys.begin(); key != keys.end();) {
+      const auto layer = static_cast<uint32_t>(*key / spec_.max_blocks);
+      if (!wanted[layer]) {
+        key = keys.lower_bound((layer + 1) * spec_.max_blocks);
+        continue;
       }
+      if (std::ssize(result) == kMaxFoundBlocks) {
+        return Error(absl::StatusCode::kResourceExhausted, Reason::kMessageTooLarge,
+                     absl::StrCat("more than ", kMaxFoundBlocks,
+                                  " blocks carry these tags; ask for fewer tags or layers"))
+            .Meta("allowed", kMaxFoundBlocks);
+      }
+      result.push_back(InfoOf(layer, static_cast<uint32_t>(*key % spec_.max_blocks)));
+      ++key;
     }
   }
   return result;
@@ -140,9 +167,9 @@ absl::StatusOr<std::vector<BlockInfo>> SessionImpl::FindBlocks(
 
 absl::StatusOr<SessionImpl::DropResult> SessionImpl::DropBlocks(const BlockSet& blocks,
                                                                 bool allow_missing) {
+  SLUICE_RETURN_IF_ERROR(CheckBlockSet(blocks, kMaxDroppedBlocks));
   std::lock_guard<std::mutex> lock(mutex_);
   SLUICE_RETURN_IF_ERROR(AdmitChange());
-  SLUICE_RETURN_IF_ERROR(CheckBlockSet(blocks, kMaxDroppedBlocks));
   absl::Status status;
   ForEach(blocks, spec_.num_layers, [&](uint32_t layer, uint32_t block_id) {
     if (!status.ok()) return;

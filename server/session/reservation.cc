@@ -140,7 +140,9 @@ Reservation ComputeReservation(const SessionSpec& spec, int64_t max_message_byte
   attend.num_sequences = 1;
   attend.num_rows = 1;
   const int64_t longest_row_bytes = ops.AttendWorkspaceBytes(attend);
-  const int64_t most_rows = spec.max_sequences * kMaxQueryTokens;
+  // Divided, not multiplied: a row over 2^32 tokens times 2^22 rows does not fit into 64 bits.
+  const int64_t most_rows = std::min(spec.max_sequences * kMaxQueryTokens,
+                                     kSplitWorkspaceBytes / longest_row_bytes + 1);
   r.split_workspace_bytes =
       std::max(longest_row_bytes, std::min(kSplitWorkspaceBytes, longest_row_bytes * most_rows));
 
@@ -152,6 +154,7 @@ Reservation ComputeReservation(const SessionSpec& spec, int64_t max_message_byte
   score.block_tokens = static_cast<int32_t>(spec.block_tokens);
   score.rank = static_cast<int32_t>(spec.rank);
   score.num_blocks = spec.max_blocks;
+  score.top_k = spec.max_blocks;
   r.score_workspace_bytes = ops.ScoreWorkspaceBytes(score);
 
   r.items = {

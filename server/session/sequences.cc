@@ -96,11 +96,15 @@ absl::StatusOr<SessionImpl::PutResult> SessionImpl::ApplyUpdate(const SequenceUp
 
 // Sets a slot and an A_g row aside in every layer that has none, or nothing at all.
 absl::StatusOr<int64_t> SessionImpl::ReserveBlocks(absl::Span<const uint32_t> block_ids) {
+  // A table of ids in many layers can ask for far more than the host has: the count ends where that is clear.
+  blocks_->Reclaim();
+  const int64_t most = blocks_->max_free_slots();
   int64_t count = 0;
   for (const uint32_t block_id : block_ids) {
     for (int64_t layer = 0; layer < spec_.num_layers; ++layer) {
       count += blocks_->at(layer, block_id).present() ? 0 : 1;
     }
+    if (count > most) return blocks_->NoRoom(std::ssize(block_ids) * spec_.num_layers);
   }
   if (count == 0) return 0;
   scratch_slots_.resize(count);
@@ -264,11 +268,13 @@ absl::StatusOr<int64_t> SessionImpl::ReleaseSequence(absl::Span<const uint32_t> 
 
 std::vector<SequenceInfo> SessionImpl::ListSequences(uint32_t first_sequence_id,
                                                      int64_t limit) const {
-  std::lock_guard<std::mutex> lock(mutex_);
   std::vector<SequenceInfo> result;
-  for (size_t id = first_sequence_id; id < sequences_.size() && std::ssize(result) < limit; ++id) {
+  // Locked anew for each one: counting the tokens of a long sequence visits every block in every layer.
+  for (size_t id = first_sequence_id; std::ssize(result) < limit; ++id) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    while (id < sequences_.size() && sequences_[id] == nullptr) ++id;
+    if (id >= sequences_.size()) break;
     const SequenceState* sequence = sequences_[id].get();
-    if (sequence == nullptr) continue;
     SequenceInfo info;
     info.sequence_id = static_cast<uint32_t>(id);
     info.generation = sequence->generation;

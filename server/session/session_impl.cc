@@ -74,8 +74,14 @@ absl::Status SessionImpl::Init() {
   attention_stream_ = device_->CreateStream(StreamPriority::kAttention);
   ingest_stream_ = device_->CreateStream(StreamPriority::kCopy);
   fetch_stream_ = device_->CreateStream(StreamPriority::kCopy);
-  SLUICE_ASSIGN_OR_RETURN(RowPool rows, RowPool::Create(reservation_.total_rows, row_bytes_, device_));
-  rows_ = std::make_unique<RowPool>(std::move(rows));
+  const auto no_memory = [](const absl::Status& status) -> absl::Status {
+    return Error(absl::StatusCode::kResourceExhausted, Reason::kDeviceMemory,
+                 absl::StrCat("the session fits the budget, but the machine gave no memory: ",
+                              status.message()));
+  };
+  auto rows = RowPool::Create(reservation_.total_rows, row_bytes_, device_);
+  if (!rows.ok()) return no_memory(rows.status());
+  rows_ = std::make_unique<RowPool>(*std::move(rows));
   blocks_ = std::make_unique<BlockTable>(
       BlockTable::Options{spec_.num_layers, spec_.max_blocks, slot_bytes_, spec_.host_budget_bytes},
       store_, rows_.get(), std::vector<Stream*>{attention_stream_.get(), fetch_stream_.get()});
@@ -84,13 +90,15 @@ absl::Status SessionImpl::Init() {
   block_marks_ = LazyArray<uint64_t>(spec_.max_blocks);
   block_writers_ = LazyArray<uint32_t>(spec_.max_blocks);
   if (!blocks_->valid() || !block_marks_.valid() || !block_writers_.valid()) {
-    return Error(absl::StatusCode::kResourceExhausted, Reason::kDeviceMemory,
-                 "no address space for the session's block table");
+    return no_memory(absl::ResourceExhaustedError("no address space for the block table"));
   }
   const auto reserve = [&](MemoryKind kind, int64_t bytes, Buffer* buffer) -> absl::Status {
     if (bytes == 0) return absl::OkStatus();
-    SLUICE_ASSIGN_OR_RETURN(*buffer, device_->Reserve(kind, bytes));
-    return device_->Commit(*buffer, 0, bytes);
+    auto reserved = device_->Reserve(kind, bytes);
+    if (!reserved.ok()) return no_memory(reserved.status());
+    *buffer = *std::move(reserved);
+    const absl::Status committed = device_->Commit(*buffer, 0, bytes);
+    return committed.ok() ? committed : no_memory(committed);
   };
   SLUICE_RETURN_IF_ERROR(
       reserve(MemoryKind::kDevice, reservation_.projection_bytes, &projection_));
@@ -98,10 +106,15 @@ absl::Status SessionImpl::Init() {
       reserve(MemoryKind::kDevice, reservation_.split_workspace_bytes, &split_workspace_));
   SLUICE_RETURN_IF_ERROR(
       reserve(MemoryKind::kDevice, reservation_.score_workspace_bytes, &score_workspace_));
-  std::vector<uint16_t> p(spec_.head_dim * spec_.rank);
+  // P is written on the host and travels in stream order, ahead of whatever will read it.
+  SLUICE_RETURN_IF_ERROR(
+      reserve(MemoryKind::kHost, reservation_.projection_bytes, &projection_upload_));
   FillGaussianProjection(spec_.projection_seed, static_cast<int>(spec_.head_dim),
-                         static_cast<int>(spec_.rank), p.data());
-  std::memcpy(projection_.data(), p.data(), reservation_.projection_bytes);
+                         static_cast<int>(spec_.rank),
+                         reinterpret_cast<uint16_t*>(projection_upload_.data()));
+  projection_copy_ = {projection_.data(), projection_upload_.data(), reservation_.projection_bytes};
+  const StreamPosition uploaded = ops_.CopyBytes({&projection_copy_, 1}, *attention_stream_);
+  ingest_stream_->WaitFor(*attention_stream_, uploaded);
   return absl::OkStatus();
 }
 
@@ -165,6 +178,7 @@ SessionInfo SessionImpl::Info() const {
   info.expire_time = info.attached ? last_heard_ + spec_.lease : detach_time_ + spec_.retention;
   info.num_sequences = num_sequences_;
   if (life_ == Life::kGone) return info;
+  blocks_->Reclaim();
   info.num_blocks = blocks_->num_stored();
   info.num_predicted_blocks = blocks_->num_predicted();
   info.memory = reservation_.items;
@@ -233,6 +247,8 @@ bool SessionImpl::Expire(absl::Time now) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (life_ == Life::kGone || life_ == Life::kClosing) return false;
   ExpireRuns(now);
+  // What was dropped while the last call was on its way out would otherwise wait for the next call.
+  blocks_->Reclaim();
   const bool busy = open_streams_ > 0 || !Idle();
   if (life_ == Life::kAttached && !busy && now >= last_heard_ + spec_.lease) {
     life_ = Life::kDetached;
@@ -282,6 +298,7 @@ int64_t SessionImpl::Teardown() {
   split_workspace_.Reset();
   score_workspace_.Reset();
   projection_.Reset();
+  projection_upload_.Reset();
   block_marks_ = LazyArray<uint64_t>();
   block_writers_ = LazyArray<uint32_t>();
   return freed_bytes;
@@ -535,16 +552,21 @@ void SessionImpl::LaunchAttend(AttendParams params, std::vector<AttendSequence>*
     }
   }
   const AttendSequence* const end = pieces->data() + pieces->size();
+  // Batches grow in steps that double and halve: reckoning the workspace of a batch takes as long as the batch is.
   for (params.sequences = pieces->data(); params.sequences != end;
        params.sequences += params.num_sequences) {
-    params.num_sequences = 1;
-    while (params.sequences + params.num_sequences != end) {
-      ++params.num_sequences;
-      if (ops_.AttendWorkspaceBytes(params) > room_bytes) {
-        --params.num_sequences;
-        break;
+    const int64_t most = end - params.sequences;
+    int64_t fits = 1;
+    for (int64_t step = 1; step > 0;) {
+      params.num_sequences = fits + step;
+      if (params.num_sequences <= most && ops_.AttendWorkspaceBytes(params) <= room_bytes) {
+        fits = params.num_sequences;
+        step *= 2;
+      } else {
+        step /= 2;
       }
     }
+    params.num_sequences = fits;
     ops_.Attend(params, *attention_stream_);
   }
 }

@@ -165,11 +165,15 @@ class SessionImpl final : public Session {
   absl::Status CheckLayer(int64_t layer, absl::string_view field = "layer") const;
   absl::Status CheckBlockId(uint32_t block_id, absl::string_view field) const;
   absl::Status CheckBlockSet(const BlockSet& blocks, int64_t max_total) const;
+  absl::StatusOr<std::vector<bool>> LayerFilter(absl::Span<const uint32_t> layers) const;
   BlockInfo InfoOf(uint32_t layer, uint32_t block_id) const;
   absl::Status CheckOffload(OffloadCall& call);
+  absl::Status TakeRows(OffloadCall& call);
   absl::Status StartOffload(OffloadCall& call);
   void CommitOffload(OffloadCall& call);
-  void OnTransferComplete();
+  // Of an OffloadCall or a FetchCall; ends in its Done.
+  template <typename C>
+  void OnTransferComplete(C* call);
   absl::Status StartFetch(FetchCall& call);
 
   // Attention.
@@ -196,7 +200,9 @@ class SessionImpl final : public Session {
 
   // Fixed after Init.
   SessionSpec spec_;
-  Buffer projection_;      // P, [head_dim, rank] BF16
+  Buffer projection_;         // P, [head_dim, rank] BF16
+  Buffer projection_upload_;  // the same in host memory, where it was made
+  ByteCopy projection_copy_;
   Buffer split_workspace_;  // of the attention stream
   Buffer score_workspace_;
   std::unique_ptr<Stream> attention_stream_;

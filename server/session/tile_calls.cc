@@ -57,7 +57,9 @@ absl::Status BeginTilesCall::Start(SessionImpl& session) {
   const SessionSpec& spec = session.spec_;
   SLUICE_RETURN_IF_ERROR(session.CheckLayer(layer));
   const int64_t q_row_bytes = spec.num_query_heads * spec.head_dim * 2;
-  const int64_t rows = q.shape.empty() ? q.bytes / q_row_bytes : q.shape[0];
+  const int64_t rows = num_rows > 0        ? num_rows
+                       : q.shape.empty() ? q.bytes / q_row_bytes
+                                         : q.shape[0];
   if (q.given() && (rows < 1 || rows > kMaxRows)) {
     return InvalidField("q.shape", absl::StrCat(rows, " rows"), absl::StrCat("1..", kMaxRows, " rows"));
   }
@@ -182,7 +184,7 @@ absl::Status StepTileCall::Start(SessionImpl& session) {
     return InvalidField("rows", absl::StrCat(rows.size(), " rows"),
                         absl::StrCat(run.num_rows, ", as many as q of BeginTiles"));
   }
-  if (tile_index + 1 == run.next_tile) return absl::OkStatus();
+  if (run.next_tile > 0 && tile_index == run.next_tile - 1) return absl::OkStatus();
   if (tile_index != run.next_tile) {
     return Error(absl::StatusCode::kFailedPrecondition, Reason::kTileOutOfOrder,
                  absl::StrCat("tile_index is ", tile_index, "; the next tile is ", run.next_tile))

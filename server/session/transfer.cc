@@ -7,6 +7,7 @@
 // same block wait for it.
 
 #include <algorithm>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -36,12 +37,7 @@ struct OffloadCall::Work final : public HostTask {
 
   explicit Work(OffloadCall* call) : call(call) {}
   void Run() override {
-    // Done may free the call, and this with it.
-    SessionImpl* const owner = session;
-    OffloadCall* const finished = call;
-    owner->CommitOffload(*finished);
-    finished->Done();
-    owner->OnTransferComplete();
+    session->OnTransferComplete(call);
   }
 
   OffloadCall* const call;
@@ -59,9 +55,7 @@ OffloadCall::~OffloadCall() = default;
 struct FetchCall::Work final : public HostTask {
   explicit Work(FetchCall* call) : call(call) {}
   void Run() override {
-    SessionImpl* const owner = session;
-    call->Done();
-    owner->OnTransferComplete();
+    session->OnTransferComplete(call);
   }
 
   FetchCall* const call;
@@ -72,17 +66,22 @@ struct FetchCall::Work final : public HostTask {
 FetchCall::FetchCall() : work_(std::make_unique<Work>(this)) {}
 FetchCall::~FetchCall() = default;
 
-void SessionImpl::OnTransferComplete() {
+template <typename C>
+void SessionImpl::OnTransferComplete(C* call) {
   Call* ended = nullptr;
   std::function<void()> drained;
   {
     std::lock_guard<std::mutex> lock(mutex_);
+    if constexpr (std::is_same_v<C, OffloadCall>) CommitOffload(*call);
+    // Before Done, which may hand in the next one.
     --num_transfers_;
     last_heard_ = now_();
     blocks_->Reclaim();
     Pump(&ended);
     drained = TakeDrained();
   }
+  // May free the call. The session stays: who ends it waits for its streams, and so for this task.
+  call->Done();
   RunDone(ended);
   if (drained) drained();
 }
@@ -90,16 +89,17 @@ void SessionImpl::OnTransferComplete() {
 void SessionImpl::Offload(OffloadCall* call) {
   call->work_->session = this;
   call->result = OffloadResult();
-  {
+  call->status_ = CheckOffload(*call);
+  if (call->status_.ok()) {
     std::lock_guard<std::mutex> lock(mutex_);
     call->status_ = Admit();
-    if (call->status_.ok()) call->status_ = CheckOffload(*call);
     if (call->status_.ok()) call->status_ = StartOffload(*call);
     if (call->status_.ok()) return;
   }
   call->Done();
 }
 
+// Needs no lock.
 absl::Status SessionImpl::CheckOffload(OffloadCall& call) {
   const int64_t num_blocks = std::ssize(call.blocks);
   if (num_blocks < 1 || num_blocks > kMaxBatchBlocks) {
@@ -142,6 +142,29 @@ absl::Status SessionImpl::CheckOffload(OffloadCall& call) {
   return CheckTensor(call.v, "v", spec_.kv_dtype, dims);
 }
 
+// An A_g row for each target that a reserved block does not bring along; all of them, unless prediction is best effort.
+absl::Status SessionImpl::TakeRows(OffloadCall& call) {
+  if (call.predict == PredictMode::kOff) return absl::OkStatus();
+  for (size_t i = 0; i < call.blocks.size(); ++i) {
+    OffloadCall::Work::Target& target = call.work_->targets[i];
+    const BlockEntry& entry = blocks_->at(call.blocks[i].layer, call.blocks[i].block_id);
+    if (target.lent && entry.projected != nullptr) continue;
+    target.row = rows_->Take();
+    if (target.row != nullptr || call.predict == PredictMode::kBestEffort) continue;
+    const int64_t free_rows = rows_->free_rows();
+    for (OffloadCall::Work::Target& taken : call.work_->targets) {
+      if (taken.row != nullptr) rows_->Give(taken.row);
+    }
+    return Error(absl::StatusCode::kResourceExhausted, Reason::kPredictionMemory,
+                 absl::StrCat("no A_g memory for ", call.blocks.size(),
+                              " blocks while the ones they replace are still being read"))
+        .Meta("need_rows", call.blocks.size())
+        .Meta("free_rows", free_rows + static_cast<int64_t>(i))
+        .Retry(kPredictionRetry);
+  }
+  return absl::OkStatus();
+}
+
 absl::Status SessionImpl::StartOffload(OffloadCall& call) {
   OffloadCall::Work& work = *call.work_;
   const bool predict = call.predict != PredictMode::kOff;
@@ -156,17 +179,12 @@ absl::Status SessionImpl::StartOffload(OffloadCall& call) {
     work.targets[i].lent = entry.slot != nullptr && !entry.stored();
     num_fresh += work.targets[i].lent ? 0 : 1;
   }
-  blocks_->Reclaim();
-  if (call.predict == PredictMode::kRequired && rows_->free_rows() < num_fresh) {
-    return Error(absl::StatusCode::kResourceExhausted, Reason::kPredictionMemory,
-                 absl::StrCat("no A_g memory for ", num_fresh,
-                              " blocks while the ones they replace are still being read"))
-        .Meta("need_rows", num_fresh)
-        .Meta("free_rows", rows_->free_rows())
-        .Retry(kPredictionRetry);
-  }
   work.fresh_slots.resize(num_fresh);
   SLUICE_RETURN_IF_ERROR(blocks_->TakeSlots(absl::MakeSpan(work.fresh_slots)));
+  if (absl::Status status = TakeRows(call); !status.ok()) {
+    blocks_->GiveSlots(work.fresh_slots);
+    return status;
+  }
 
   // Nothing can fail any more.
   work.copies.clear();
@@ -179,12 +197,13 @@ absl::Status SessionImpl::StartOffload(OffloadCall& call) {
     if (target.lent) {
       BlockEntry& entry = blocks_->at(block.layer, block.block_id);
       target.slot = std::exchange(entry.slot, nullptr);
-      target.row = std::exchange(entry.projected, nullptr);
+      // What the table set aside, where TakeRows has not found another.
+      std::byte* row = std::exchange(entry.projected, nullptr);
+      if (predict && target.row == nullptr) std::swap(target.row, row);
+      if (row != nullptr) rows_->Give(row);
       entry.num_fillers = 1;
-      if (!predict && target.row != nullptr) rows_->Give(std::exchange(target.row, nullptr));
     } else {
       target.slot = work.fresh_slots[next_fresh++];
-      if (predict) target.row = rows_->Take();
     }
     const int64_t valid_tokens = block.valid_tokens == 0 ? spec_.block_tokens : block.valid_tokens;
     work.copies.push_back({target.slot, Source(call.k.data) + i * wire_bytes,
@@ -207,7 +226,6 @@ absl::Status SessionImpl::StartOffload(OffloadCall& call) {
 }
 
 void SessionImpl::CommitOffload(OffloadCall& call) {
-  std::lock_guard<std::mutex> lock(mutex_);
   const OffloadCall::Work& work = *call.work_;
   for (size_t i = 0; i < call.blocks.size(); ++i) {
     const OffloadBlock& block = call.blocks[i];

@@ -21,7 +21,7 @@ namespace sluice {
 
 struct HostSlotStoreOptions {
   int64_t budget_bytes = 0;
-  // Chunks are of about this many bytes, and hold at least one slot.
+  // Chunks are of about this many bytes (of the budget, where that is less), and hold at least one slot.
   int64_t chunk_bytes = int64_t{64} << 20;
 };
 

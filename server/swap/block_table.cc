@@ -1,11 +1,17 @@
 #include "server/swap/block_table.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "server/base/error.h"
 #include "server/base/status_macros.h"
 
 namespace sluice {
+namespace {
+
+constexpr absl::Duration kLimboRetry = absl::Milliseconds(10);
+
+}  // namespace
 
 BlockTable::BlockTable(const Options& options, SlotStore* store, RowPool* rows,
                        std::vector<Stream*> readers)
@@ -28,21 +34,39 @@ BlockTable::~BlockTable() {
   store_->Free(options_.slot_bytes, slots);
 }
 
+int64_t BlockTable::max_free_slots() const {
+  const int64_t in_store = store_->budget_bytes() / stride_bytes();
+  if (options_.budget_bytes == 0) return in_store;
+  return std::clamp<int64_t>(options_.budget_bytes / stride_bytes() - num_slots_, 0, in_store);
+}
+
+absl::Status BlockTable::NoRoom(int64_t count) const {
+  const bool own = options_.budget_bytes > 0 &&
+                   (num_slots_ + count) * stride_bytes() > options_.budget_bytes;
+  const int64_t budget_bytes = own ? options_.budget_bytes : store_->budget_bytes();
+  const int64_t used_bytes = own ? num_slots_ * stride_bytes() : store_->used_bytes();
+  Error error(absl::StatusCode::kResourceExhausted, Reason::kHostMemory,
+              absl::StrCat("no room for ", count, " blocks of ", stride_bytes(), " bytes in ",
+                           own ? "the session's host_budget_bytes: " : "host memory: ", used_bytes,
+                           " of ", budget_bytes, " bytes are in use"));
+  error.AddMeta("need_bytes", count * stride_bytes());
+  error.AddMeta("free_bytes", std::max<int64_t>(0, budget_bytes - used_bytes));
+  error.AddMeta("budget_bytes", budget_bytes);
+  // What is in limbo is free as soon as its last readers are done.
+  if (limbo_begin_ < limbo_.size()) return std::move(error).Retry(kLimboRetry);
+  return error;
+}
+
 absl::Status BlockTable::TakeSlots(absl::Span<std::byte*> slots) {
   Reclaim();
   const int64_t count = static_cast<int64_t>(slots.size());
   if (options_.budget_bytes > 0 &&
       (num_slots_ + count) * stride_bytes() > options_.budget_bytes) {
-    return Error(absl::StatusCode::kResourceExhausted, Reason::kHostMemory,
-                 absl::StrCat("no room for ", count, " blocks of ", stride_bytes(),
-                              " bytes in the session's host_budget_bytes: ",
-                              num_slots_ * stride_bytes(), " of ", options_.budget_bytes,
-                              " bytes are in use"))
-        .Meta("need_bytes", count * stride_bytes())
-        .Meta("free_bytes", options_.budget_bytes - num_slots_ * stride_bytes())
-        .Meta("budget_bytes", options_.budget_bytes);
+    return NoRoom(count);
   }
-  SLUICE_RETURN_IF_ERROR(store_->Allocate(options_.slot_bytes, slots));
+  if (absl::Status status = store_->Allocate(options_.slot_bytes, slots); !status.ok()) {
+    return limbo_begin_ < limbo_.size() ? NoRoom(count) : status;
+  }
   num_slots_ += count;
   return absl::OkStatus();
 }
@@ -86,7 +110,7 @@ void BlockTable::ClearTag(int64_t key, BlockEntry& entry) {
   if (!entry.tagged) return;
   const auto tag = tags_.find(key);
   const auto keys = by_tag_.find(tag->second);
-  keys->second.erase(std::find(keys->second.begin(), keys->second.end(), key));
+  keys->second.erase(key);
   if (keys->second.empty()) by_tag_.erase(keys);
   tags_.erase(tag);
   entry.tagged = false;
@@ -111,7 +135,7 @@ void BlockTable::Store(int64_t layer, int64_t block_id, std::byte* slot, std::by
   ClearTag(key, entry);
   if (!tag.empty()) {
     tags_.emplace(key, tag);
-    by_tag_[tag].push_back(key);
+    by_tag_[tag].insert(key);
     entry.tagged = true;
   }
 }
@@ -150,12 +174,13 @@ int64_t BlockTable::Drop(int64_t layer, int64_t block_id) {
 
 int64_t BlockTable::NextPresent(int64_t key) const {
   while (key < entries_.count()) {
-    if (touched_[key / kSegmentEntries] == 0) {
-      key = (key / kSegmentEntries + 1) * kSegmentEntries;
-    } else if (entries_[key].present()) {
-      return key;
-    } else {
-      ++key;
+    const int64_t segment = key / kSegmentEntries;
+    const void* next = std::memchr(&touched_[segment], 1, touched_.count() - segment);
+    if (next == nullptr) break;
+    key = std::max(key, (static_cast<const uint8_t*>(next) - &touched_[0]) * kSegmentEntries);
+    const int64_t end = std::min(entries_.count(), (key / kSegmentEntries + 1) * kSegmentEntries);
+    for (; key < end; ++key) {
+      if (entries_[key].present()) return key;
     }
   }
   return -1;
@@ -166,12 +191,10 @@ absl::string_view BlockTable::TagOf(int64_t layer, int64_t block_id) const {
   return tags_.find(layer * options_.max_blocks + block_id)->second;
 }
 
-std::vector<int64_t> BlockTable::FindTag(absl::string_view tag) const {
+const absl::btree_set<int64_t>& BlockTable::KeysWithTag(absl::string_view tag) const {
+  static const absl::btree_set<int64_t> none;
   const auto it = by_tag_.find(tag);
-  if (it == by_tag_.end()) return {};
-  std::vector<int64_t> keys = it->second;
-  std::sort(keys.begin(), keys.end());
-  return keys;
+  return it == by_tag_.end() ? none : it->second;
 }
 
 }  // namespace sluice

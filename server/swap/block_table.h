@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/container/btree_set.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
@@ -70,6 +71,10 @@ class BlockTable {
   uint32_t& num_tables(int64_t block_id) { return num_tables_[block_id]; }
   uint32_t num_tables(int64_t block_id) const { return num_tables_[block_id]; }
 
+  // Slots that TakeSlots could give out at the very most; more than these need not be asked for.
+  int64_t max_free_slots() const;
+  // RESOURCE_EXHAUSTED HOST_MEMORY for `count` slots that do not fit; retryable while slots wait in limbo.
+  absl::Status NoRoom(int64_t count) const;
   // Fills `slots`, or takes none: RESOURCE_EXHAUSTED HOST_MEMORY (the store's or the session's budget).
   [[nodiscard]] absl::Status TakeSlots(absl::Span<std::byte*> slots);
   // Slots that nobody has seen.
@@ -93,8 +98,8 @@ class BlockTable {
   int64_t NextPresent(int64_t key) const;
 
   absl::string_view TagOf(int64_t layer, int64_t block_id) const;
-  // Keys (layer * max_blocks + block_id) of the stored blocks with a tag, ascending.
-  std::vector<int64_t> FindTag(absl::string_view tag) const;
+  // Keys (layer * max_blocks + block_id) of the stored blocks with a tag, ascending. Valid until a tag is set or cleared.
+  const absl::btree_set<int64_t>& KeysWithTag(absl::string_view tag) const;
 
   int64_t num_stored() const { return num_stored_; }
   int64_t num_predicted() const { return num_predicted_; }
@@ -128,8 +133,9 @@ class BlockTable {
   LazyArray<uint32_t> num_tables_;  // [block_id]
   std::vector<Retired> limbo_;      // in order of retiring; [limbo_begin_, end) wait
   size_t limbo_begin_ = 0;
-  absl::flat_hash_map<int64_t, std::string> tags_;               // by key
-  absl::flat_hash_map<std::string, std::vector<int64_t>> by_tag_;  // keys
+  absl::flat_hash_map<int64_t, std::string> tags_;  // by key
+  // Keys. A set each: a client may give one tag to all of its blocks.
+  absl::flat_hash_map<std::string, absl::btree_set<int64_t>> by_tag_;
   uint64_t next_version_ = 1;
   int64_t num_stored_ = 0;
   int64_t num_predicted_ = 0;

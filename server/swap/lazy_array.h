@@ -26,6 +26,8 @@ class LazyArray {
     void* data = mmap(nullptr, count * sizeof(T), PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     data_ = data == MAP_FAILED ? nullptr : static_cast<T*>(data);
+    // One element must not cost a huge page where the machine hands those out unasked.
+    if (data_ != nullptr) (void)madvise(data_, count * sizeof(T), MADV_NOHUGEPAGE);
   }
   LazyArray(LazyArray&& other) noexcept
       : data_(std::exchange(other.data_, nullptr)), count_(std::exchange(other.count_, 0)) {}

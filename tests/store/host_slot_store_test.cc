@@ -1,0 +1,87 @@
+#include "server/store/host_slot_store.h"
+
+#include <cstring>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "server/base/error.h"
+#include "server/store/budget.h"
+#include "tests/base/resident_bytes.h"
+#include "tests/base/test_device.h"
+#include "tests/store/slot_store_conformance.h"
+
+namespace sluice {
+namespace {
+
+TestDevice& SharedDevice() {
+  static TestDevice device(1);
+  return device;
+}
+
+INSTANTIATE_TEST_SUITE_P(HostSlotStore, SlotStoreConformance,
+                         ::testing::Values(
+                             SlotStoreMaker{[](int64_t budget_bytes) {
+                                              return std::make_unique<HostSlotStore>(
+                                                  HostSlotStoreOptions{budget_bytes, 64 << 10},
+                                                  &SharedDevice());
+                                            },
+                                            "HOST_MEMORY"},
+                             SlotStoreMaker{[](int64_t budget_bytes) {
+                                              return std::make_unique<HostSlotStore>(
+                                                  HostSlotStoreOptions{budget_bytes},
+                                                  &SharedDevice());
+                                            },
+                                            "HOST_MEMORY"}));
+
+TEST(Budget, TakesWhatFitsAndNothingMore) {
+  Budget budget(100);
+  EXPECT_TRUE(budget.TryTake(60));
+  EXPECT_FALSE(budget.TryTake(41));
+  EXPECT_TRUE(budget.TryTake(40));
+  EXPECT_EQ(budget.used_bytes(), 100);
+  EXPECT_FALSE(budget.TryTake(INT64_MAX)) << "no overflow";
+  budget.Give(100);
+  EXPECT_EQ(budget.used_bytes(), 0);
+}
+
+TEST(HostSlotStore, AChunkGoesBackWithItsLastSlot) {
+  if (!ResidentBytesAreOurs()) GTEST_SKIP() << "resident memory is the sanitizer's";
+  constexpr int64_t kBytes = int64_t{64} << 20;
+  HostSlotStore store({.budget_bytes = kBytes, .chunk_bytes = 4 << 20}, &SharedDevice());
+  const int64_t before = ResidentBytes();
+  std::vector<std::byte*> slots(kBytes / 4096);
+  ASSERT_TRUE(store.Allocate(4096, absl::MakeSpan(slots)).ok());
+  for (std::byte* slot : slots) std::memset(slot, 1, 4096);
+  EXPECT_GE(ResidentBytes() - before, kBytes);
+  // All but one slot of the first chunk: that chunk stays, the others go.
+  store.Free(4096, absl::MakeConstSpan(slots).subspan(1));
+  EXPECT_LE(ResidentBytes() - before, 6 << 20);
+  std::vector<std::byte*> again(1023);
+  ASSERT_TRUE(store.Allocate(4096, absl::MakeSpan(again)).ok());
+  EXPECT_LE(ResidentBytes() - before, 6 << 20) << "what is free in a chunk is used first";
+  store.Free(4096, again);
+  store.Free(4096, absl::MakeConstSpan(slots).subspan(0, 1));
+  EXPECT_LE(ResidentBytes() - before, 2 << 20);
+}
+
+TEST(HostSlotStore, WhatTheMachineRefusesIsAnErrorAndTakesNothing) {
+  TestDevice device(1);
+  HostSlotStore store({.budget_bytes = 1 << 20, .chunk_bytes = 16 << 10}, &device);
+  std::vector<std::byte*> slots(9);
+  device.reserves_left = 2;
+  const absl::Status no_address = store.Allocate(4096, absl::MakeSpan(slots));
+  EXPECT_EQ(no_address.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(ReasonOf(no_address), "HOST_MEMORY");
+  EXPECT_EQ(store.used_bytes(), 0);
+  device.reserves_left = 100;
+  device.commits_left = 1;
+  EXPECT_EQ(ReasonOf(store.Allocate(4096, absl::MakeSpan(slots))), "HOST_MEMORY");
+  EXPECT_EQ(store.used_bytes(), 0);
+  device.commits_left = 100;
+  EXPECT_TRUE(store.Allocate(4096, absl::MakeSpan(slots)).ok());
+  store.Free(4096, slots);
+  EXPECT_EQ(store.used_bytes(), 0);
+}
+
+}  // namespace
+}  // namespace sluice
