@@ -178,6 +178,7 @@ SessionInfo SessionImpl::Info() const {
   info.expire_time = info.attached ? last_heard_ + spec_.lease : detach_time_ + spec_.retention;
   info.num_sequences = num_sequences_;
   if (life_ == Life::kGone) return info;
+  blocks_->Reclaim();
   info.num_blocks = blocks_->num_stored();
   info.num_predicted_blocks = blocks_->num_predicted();
   info.memory = reservation_.items;
@@ -246,6 +247,8 @@ bool SessionImpl::Expire(absl::Time now) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (life_ == Life::kGone || life_ == Life::kClosing) return false;
   ExpireRuns(now);
+  // What was dropped while the last call was on its way out would otherwise wait for the next call.
+  blocks_->Reclaim();
   const bool busy = open_streams_ > 0 || !Idle();
   if (life_ == Life::kAttached && !busy && now >= last_heard_ + spec_.lease) {
     life_ = Life::kDetached;

@@ -38,7 +38,7 @@ struct SessionManagerOptions {
   // Largest message; bounds the A_g rows kept for replaced blocks.
   int64_t max_message_bytes = int64_t{64} << 20;
   // For tests: the clock that leases go by. Null: the system's.
-  std::function<absl::Time()> now;
+  std::function<absl::Time()> now = nullptr;
 };
 
 class SessionManager {

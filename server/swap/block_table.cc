@@ -7,6 +7,11 @@
 #include "server/base/status_macros.h"
 
 namespace sluice {
+namespace {
+
+constexpr absl::Duration kLimboRetry = absl::Milliseconds(10);
+
+}  // namespace
 
 BlockTable::BlockTable(const Options& options, SlotStore* store, RowPool* rows,
                        std::vector<Stream*> readers)
@@ -36,16 +41,20 @@ int64_t BlockTable::max_free_slots() const {
 }
 
 absl::Status BlockTable::NoRoom(int64_t count) const {
-  const bool own = options_.budget_bytes > 0;
+  const bool own = options_.budget_bytes > 0 &&
+                   (num_slots_ + count) * stride_bytes() > options_.budget_bytes;
   const int64_t budget_bytes = own ? options_.budget_bytes : store_->budget_bytes();
   const int64_t used_bytes = own ? num_slots_ * stride_bytes() : store_->used_bytes();
-  return Error(absl::StatusCode::kResourceExhausted, Reason::kHostMemory,
-               absl::StrCat("no room for ", count, " blocks of ", stride_bytes(), " bytes in ",
-                            own ? "the session's host_budget_bytes: " : "host memory: ", used_bytes,
-                            " of ", budget_bytes, " bytes are in use"))
-      .Meta("need_bytes", count * stride_bytes())
-      .Meta("free_bytes", std::max<int64_t>(0, budget_bytes - used_bytes))
-      .Meta("budget_bytes", budget_bytes);
+  Error error(absl::StatusCode::kResourceExhausted, Reason::kHostMemory,
+              absl::StrCat("no room for ", count, " blocks of ", stride_bytes(), " bytes in ",
+                           own ? "the session's host_budget_bytes: " : "host memory: ", used_bytes,
+                           " of ", budget_bytes, " bytes are in use"));
+  error.AddMeta("need_bytes", count * stride_bytes());
+  error.AddMeta("free_bytes", std::max<int64_t>(0, budget_bytes - used_bytes));
+  error.AddMeta("budget_bytes", budget_bytes);
+  // What is in limbo is free as soon as its last readers are done.
+  if (limbo_begin_ < limbo_.size()) return std::move(error).Retry(kLimboRetry);
+  return error;
 }
 
 absl::Status BlockTable::TakeSlots(absl::Span<std::byte*> slots) {
@@ -55,7 +64,9 @@ absl::Status BlockTable::TakeSlots(absl::Span<std::byte*> slots) {
       (num_slots_ + count) * stride_bytes() > options_.budget_bytes) {
     return NoRoom(count);
   }
-  SLUICE_RETURN_IF_ERROR(store_->Allocate(options_.slot_bytes, slots));
+  if (absl::Status status = store_->Allocate(options_.slot_bytes, slots); !status.ok()) {
+    return limbo_begin_ < limbo_.size() ? NoRoom(count) : status;
+  }
   num_slots_ += count;
   return absl::OkStatus();
 }

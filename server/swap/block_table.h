@@ -73,7 +73,7 @@ class BlockTable {
 
   // Slots that TakeSlots could give out at the very most; more than these need not be asked for.
   int64_t max_free_slots() const;
-  // RESOURCE_EXHAUSTED HOST_MEMORY for `count` slots that do not fit.
+  // RESOURCE_EXHAUSTED HOST_MEMORY for `count` slots that do not fit; retryable while slots wait in limbo.
   absl::Status NoRoom(int64_t count) const;
   // Fills `slots`, or takes none: RESOURCE_EXHAUSTED HOST_MEMORY (the store's or the session's budget).
   [[nodiscard]] absl::Status TakeSlots(absl::Span<std::byte*> slots);

@@ -10,43 +10,7 @@ namespace {
 
 using absl::StatusCode;
 
-class Decode : public SessionFixture {
- protected:
-  // A step of one sequence; leaves the call for inspection.
-  absl::Status Step(uint32_t layer, DecodeSequence sequence, const Bits& q, const Tokens* tokens) {
-    sequences_ = {sequence};
-    return Step(layer, q, tokens);
-  }
-  absl::Status Step(uint32_t layer, const Bits& q, const Tokens* tokens) {
-    call_.layer = layer;
-    call_.sequences = sequences_;
-    call_.q = View(q);
-    call_.k = tokens == nullptr ? TensorView() : View(tokens->k);
-    call_.v = tokens == nullptr ? TensorView() : View(tokens->v);
-    session_->Submit(&call_);
-    return call_.Wait();
-  }
-  Bits RandomQ(int64_t rows) {
-    return RandomBits(rows * session_->spec().num_query_heads * session_->spec().head_dim);
-  }
-  static DecodeSequence Seq(uint32_t id, uint32_t query_tokens, int64_t context_tokens) {
-    DecodeSequence sequence;
-    sequence.sequence_id = id;
-    sequence.query_tokens = query_tokens;
-    sequence.context_tokens = context_tokens;
-    return sequence;
-  }
-  std::string Out() const { return {reinterpret_cast<const char*>(call_.out.data()), call_.out.size()}; }
-  // The tokens [begin, end) of `tokens`.
-  Tokens Slice(const Tokens& tokens, int64_t begin, int64_t end) const {
-    const int64_t row = session_->spec().num_kv_heads * session_->spec().head_dim;
-    return {Bits(tokens.k.begin() + begin * row, tokens.k.begin() + end * row),
-            Bits(tokens.v.begin() + begin * row, tokens.v.begin() + end * row)};
-  }
-
-  std::vector<DecodeSequence> sequences_;
-  Waitable<DecodeCall> call_;
-};
+class Decode : public SessionFixture {};
 
 TEST_F(Decode, MatchesTheReferenceOverOffloadedBlocks) {
   Open(SmallSpec());
