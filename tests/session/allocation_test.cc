@@ -1,4 +1,5 @@
-// Decode steps and scores allocate nothing once they have been served: every operator new of every thread is counted.
+// Decode steps and scores allocate nothing once they have been served: every operator new of every
+// thread is counted.
 
 #include <atomic>
 #include <cstdlib>
@@ -15,8 +16,9 @@ std::atomic<int64_t> allocations{0};
 
 void* Allocate(size_t bytes, size_t alignment) {
   if (counting.load(std::memory_order_relaxed)) allocations.fetch_add(1);
-  void* memory = alignment > 0 ? std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment)
-                               : std::malloc(bytes == 0 ? 1 : bytes);
+  void* memory =
+      alignment > 0 ? std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment)
+                    : std::malloc(bytes == 0 ? 1 : bytes);
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }

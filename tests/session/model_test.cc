@@ -1,7 +1,8 @@
-// Random operations on a session against a small model of it in plain containers: no difference may be seen.
+// Random operations on a session against a small model of it in plain containers: no difference may
+// be seen.
 //
-// SLUICE_MODEL_OPERATIONS and SLUICE_MODEL_SEED (bazel test --test_env=...) ask for more or other ones; a failure
-// prints the seed and the operation.
+// SLUICE_MODEL_OPERATIONS and SLUICE_MODEL_SEED (bazel test --test_env=...) ask for more or other
+// ones; a failure prints the seed and the operation.
 
 #include <cstdio>
 #include <cstdlib>
@@ -22,7 +23,7 @@ struct Geometry {
 };
 // Slots of 64 bytes to 256 KiB.
 constexpr Geometry kGeometries[] = {
-    {3, 1, 1, 16, 1, 1, 24, 30},   {2, 4, 2, 32, 4, 8, 16, 30},    {1, 6, 3, 24, 8, 5, 9, 20},
+    {3, 1, 1, 16, 1, 1, 24, 30},   {2, 4, 2, 32, 4, 8, 16, 30},   {1, 6, 3, 24, 8, 5, 9, 20},
     {2, 4, 1, 72, 16, 19, 12, 12}, {1, 8, 4, 256, 2, 128, 10, 6}, {1, 8, 8, 128, 64, 32, 6, 2},
 };
 const char* const kTags[] = {"", "", "a", "b", "a longer tag of thirty-two bytes"};
@@ -90,10 +91,12 @@ class Model : public SessionFixture {
     if (update.base_blocks > old.ids.size()) return "BASE_BEYOND_TABLE";
     std::vector<uint32_t> table(old.ids.begin(), old.ids.begin() + update.base_blocks);
     table.insert(table.end(), ids.begin(), ids.end());
-    if (std::set<uint32_t>(table.begin(), table.end()).size() != table.size()) return "INVALID_FIELD";
+    if (std::set<uint32_t>(table.begin(), table.end()).size() != table.size())
+      return "INVALID_FIELD";
     int64_t absent = 0;
     for (const uint32_t id : table) {
-      for (uint32_t layer = 0; layer < spec().num_layers; ++layer) absent += blocks.count({layer, id}) == 0;
+      for (uint32_t layer = 0; layer < spec().num_layers; ++layer)
+        absent += blocks.count({layer, id}) == 0;
     }
     if (!Fits(absent)) return "HOST_MEMORY";
     for (const uint32_t id : table) {
@@ -148,9 +151,11 @@ class Model : public SessionFixture {
     }
     for (const DecodeSequence& step : steps) {
       std::vector<uint32_t> table;
-      if (const auto it = sequences.find(step.sequence_id); it != sequences.end()) table = it->second.ids;
+      if (const auto it = sequences.find(step.sequence_id); it != sequences.end())
+        table = it->second.ids;
       const int64_t bt = spec().block_tokens;
-      for (int64_t i = (step.context_tokens - step.query_tokens) / bt; i <= (step.context_tokens - 1) / bt; ++i) {
+      for (int64_t i = (step.context_tokens - step.query_tokens) / bt;
+           i <= (step.context_tokens - 1) / bt; ++i) {
         uint32_t id;
         if (step.has_update && i >= step.update.base_blocks) {
           if (i - step.update.base_blocks >= std::ssize(step.update.block_ids)) break;
@@ -199,7 +204,8 @@ class Model : public SessionFixture {
   void ForkOp() {
     const uint32_t from = Roll(spec().max_sequences), to = Roll(spec().max_sequences);
     const auto source = sequences.find(from);
-    const uint64_t generation = source == sequences.end() ? 1 : source->second.generation + (OneIn(10) ? 1 : 0);
+    const uint64_t generation =
+        source == sequences.end() ? 1 : source->second.generation + (OneIn(10) ? 1 : 0);
     const int64_t tokens = source == sequences.end() || OneIn(2)
                                ? 0
                                : Roll(std::ssize(source->second.ids) * spec().block_tokens + 1);
@@ -277,7 +283,8 @@ class Model : public SessionFixture {
     }
     for (const Key& key : keys) {
       if (NumTables(key.second) > 0) return Compare(dropped.status(), "BLOCK_IN_TABLE");
-      if (!allow_missing && blocks.count(key) == 0) return Compare(dropped.status(), "BLOCK_NOT_FOUND");
+      if (!allow_missing && blocks.count(key) == 0)
+        return Compare(dropped.status(), "BLOCK_NOT_FOUND");
     }
     int64_t count = 0;
     for (const Key& key : keys) count += static_cast<int64_t>(blocks.erase(key));
@@ -317,7 +324,8 @@ class Model : public SessionFixture {
       replaced += stored;
     }
     if (!Fits(fresh)) return Compare(status, "HOST_MEMORY");
-    for (size_t i = 0; i < batch.size(); ++i) blocks[{batch[i].layer, batch[i].block_id}] = content[i];
+    for (size_t i = 0; i < batch.size(); ++i)
+      blocks[{batch[i].layer, batch[i].block_id}] = content[i];
     Compare(status, "");
     EXPECT_EQ(result.replaced_blocks, replaced);
     EXPECT_EQ(result.predicted_blocks, mode == PredictMode::kOff ? 0 : std::ssize(batch));
@@ -333,13 +341,15 @@ class Model : public SessionFixture {
     int64_t rows = 0;
     const uint32_t first = Roll(spec().max_sequences);
     for (uint32_t i = 0; i < 1 + Roll(2); ++i) {
-      DecodeSequence step = Seq((first + i) % static_cast<uint32_t>(spec().max_sequences), 1 + Roll(3), 0);
+      DecodeSequence step =
+          Seq((first + i) % static_cast<uint32_t>(spec().max_sequences), 1 + Roll(3), 0);
       if (OneIn(3)) {
         step.has_update = true;
         step.update = RandomUpdate(step.sequence_id, &ids[i]);
       }
       const auto it = sequences.find(step.sequence_id);
-      const int64_t length = it == sequences.end() ? 1 : std::max<int64_t>(1, std::ssize(it->second.ids));
+      const int64_t length =
+          it == sequences.end() ? 1 : std::max<int64_t>(1, std::ssize(it->second.ids));
       // Often the next tokens behind those that are there.
       int64_t there = 0;
       for (size_t b = 0; it != sequences.end() && b < it->second.ids.size(); ++b) {
@@ -378,8 +388,9 @@ class Model : public SessionFixture {
       Compare(call_.sequence_status[i], reason);
       for (int64_t t = 0; t < step.query_tokens; ++t, ++row) {
         if (!reason.empty()) continue;
-        ExpectNear(call_.out, row,
-                   Reference(q, row, Content(context), step.context_tokens - step.query_tokens + 1 + t));
+        ExpectNear(
+            call_.out, row,
+            Reference(q, row, Content(context), step.context_tokens - step.query_tokens + 1 + t));
       }
     }
   }
@@ -457,7 +468,8 @@ class Model : public SessionFixture {
       EXPECT_EQ(found, expected);
     }
     std::map<uint32_t, std::vector<uint32_t>> tables, model_tables;
-    for (const SequenceInfo& info : session_->ListSequences(0, 1000)) tables[info.sequence_id] = info.block_ids;
+    for (const SequenceInfo& info : session_->ListSequences(0, 1000))
+      tables[info.sequence_id] = info.block_ids;
     for (const auto& [id, sequence] : sequences) model_tables[id] = sequence.ids;
     EXPECT_EQ(tables, model_tables);
     const SessionInfo info = session_->Info();
@@ -513,7 +525,8 @@ TEST_F(Model, RandomOperationsShowNoDifference) {
     spec.max_blocks = geometry.max_blocks;
     spec.max_sequences = 5;
     spec.retention = absl::Hours(1);
-    const int64_t slot_bytes = SlotBytes(spec.kv_dtype, spec.num_kv_heads, spec.head_dim, spec.block_tokens);
+    const int64_t slot_bytes =
+        SlotBytes(spec.kv_dtype, spec.num_kv_heads, spec.head_dim, spec.block_tokens);
     stride_bytes = (slot_bytes + 4095) / 4096 * 4096;
     room = geometry.num_layers * geometry.max_blocks * 2 / 3;
     // The bound is the session's or the daemon's.
@@ -549,14 +562,15 @@ TEST_F(Model, RandomOperationsShowNoDifference) {
       ingest_stream_->Synchronize();
       fetch_stream_->Synchronize();
       if (i % 64 == 0) CompareAll();
-      ASSERT_FALSE(HasFailure()) << "operation " << i << " of kind " << kind << " with slots of " << slot_bytes
-                                 << " bytes, SLUICE_MODEL_SEED=" << seed;
+      ASSERT_FALSE(HasFailure()) << "operation " << i << " of kind " << kind << " with slots of "
+                                 << slot_bytes << " bytes, SLUICE_MODEL_SEED=" << seed;
     }
     CompareAll();
     for (const auto& [id, sequence] : std::map<uint32_t, ModelSequence>(sequences)) {
       ASSERT_TRUE(session_->ReleaseSequence(std::vector<uint32_t>{id}, true).ok());
     }
-    ASSERT_TRUE(session_->DropBlocks({{}, Ids(0, static_cast<uint32_t>(spec.max_blocks))}, true).ok());
+    ASSERT_TRUE(
+        session_->DropBlocks({{}, Ids(0, static_cast<uint32_t>(spec.max_blocks))}, true).ok());
     attention_stream_->Synchronize();
     blocks.clear();
     sequences.clear();
