@@ -18,7 +18,8 @@ class Sequence : public SessionFixture {
   }
   std::vector<uint32_t> Table(uint32_t id) const {
     const auto found = session_->ListSequences(id, 1);
-    return found.empty() || found[0].sequence_id != id ? std::vector<uint32_t>() : found[0].block_ids;
+    return found.empty() || found[0].sequence_id != id ? std::vector<uint32_t>()
+                                                       : found[0].block_ids;
   }
   uint64_t Generation(uint32_t id) const { return session_->ListSequences(id, 1)[0].generation; }
   absl::StatusOr<int64_t> Release(const std::vector<uint32_t>& ids, bool drop_blocks) {
@@ -276,7 +277,8 @@ TEST_F(Sequence, DropIsAllOrNothing) {
   const absl::Status in_table = Drop({0}, {0, 1}).status();
   EXPECT_REASON(in_table, StatusCode::kFailedPrecondition, "BLOCK_IN_TABLE");
   EXPECT_EQ(MetaOf(in_table, "block_id"), "1");
-  EXPECT_REASON(Drop({0}, {0, 1}, true).status(), StatusCode::kFailedPrecondition, "BLOCK_IN_TABLE");
+  EXPECT_REASON(Drop({0}, {0, 1}, true).status(), StatusCode::kFailedPrecondition,
+                "BLOCK_IN_TABLE");
   const absl::Status missing = Drop({}, {0, 2}).status();
   EXPECT_REASON(missing, StatusCode::kNotFound, "BLOCK_NOT_FOUND");
   EXPECT_EQ(MetaOf(missing, "block_id"), "2");
