@@ -90,10 +90,19 @@ RowRanges RangesOf(const VisibleTokens& visible, int64_t split_begin) {
   return ranges;
 }
 
+// The rows of a split that the unit reads.
+struct SplitRows {
+  const std::byte** rows = nullptr;
+  int64_t begin = -1;  // position of the split's first token; -1: no split
+  int first = 0;       // tokens of the split that are seen: the first, and past the last
+  int end = 0;
+};
+
 // rows[t] = address of K of token t of the split for the unit's kv head. A token that no query
 // token sees gets the address of one that is seen, so that tiles may read it; blocks that hold only
 // such tokens are not looked at. False where nothing is seen.
-bool GatherRows(const UnitView& view, int64_t split_begin, const std::byte** rows) {
+bool GatherRows(const UnitView& view, int64_t split_begin, const std::byte** rows,
+                SplitRows& split) {
   const AttendOptions& options = view.params.options;
   const VisibleTokens oldest = VisibleTo(options, view.sequence, view.query_token(0));
   VisibleTokens all = VisibleTo(options, view.sequence, view.query_token(view.num_rows - 1));
@@ -120,8 +129,9 @@ bool GatherRows(const UnitView& view, int64_t split_begin, const std::byte** row
       filled = t;
     }
   }
-  // Tiles of tokens reach at most seven further, and never past the split.
-  std::fill(rows + filled, rows + std::min<int64_t>(filled + 8, kSplitTokens), rows[filled - 1]);
+  // Tiles of tokens reach at most seven further, prefetches kPrefetchRows.
+  std::fill_n(rows + filled, kPrefetchRows, rows[filled - 1]);
+  split = {rows, split_begin, ranges.begin[0], filled};
   return true;
 }
 
@@ -138,7 +148,7 @@ bool SameRanges(const RowRanges& a, const RowRanges& b) {
 // token that it does not see, not even by zero.
 template <DType kDType>
 void SumTile(const UnitView& view, const std::byte* const* rows, const RowRanges* ranges,
-             int num_rows, const float* weights, float* o) {
+             int num_rows, const float* weights, float* o, const PrefetchPass* prefetch) {
   const int64_t v = view.params.layout.v_offset_bytes;
   bool same = true;
   int begin = 0;
@@ -153,7 +163,7 @@ void SumTile(const UnitView& view, const std::byte* const* rows, const RowRanges
   if (same) {
     for (int i = 0; i < ranges[0].count; ++i) {
       WeightedSums<kDType>(rows, v, ranges[0].begin[i], ranges[0].end[i], num_rows, weights,
-                           view.slices, o);
+                           view.slices, o, prefetch);
     }
     return;
   }
@@ -161,34 +171,38 @@ void SumTile(const UnitView& view, const std::byte* const* rows, const RowRanges
   for (int r = 0; r < num_rows; ++r) {
     for (int i = 0; i < ranges[r].count; ++i) {
       WeightedSums<kDType>(rows, v, ranges[r].begin[i], share ? begin : ranges[r].end[i], 1,
-                           weights + r * kSplitTokens, view.slices, o + r * kMaxHeadDim);
+                           weights + r * kSplitTokens, view.slices, o + r * kMaxHeadDim, nullptr);
     }
   }
   if (!share) return;
-  WeightedSums<kDType>(rows, v, begin, end, num_rows, weights, view.slices, o);
+  WeightedSums<kDType>(rows, v, begin, end, num_rows, weights, view.slices, o, prefetch);
   for (int r = 0; r < num_rows; ++r) {
     WeightedSums<kDType>(rows, v, end, ranges[r].end[0], 1, weights + r * kSplitTokens, view.slices,
-                         o + r * kMaxHeadDim);
+                         o + r * kMaxHeadDim, nullptr);
   }
 }
 
-// Folds one split into the states of the rows [first, first + num_rows) of the unit.
+// Folds one split into the states of the rows [first, first + num_rows) of the unit. The first rows
+// prefetch for all of them: the split's V, and K of the `next` split.
 template <DType kDType>
-void AttendTile(const UnitView& view, int64_t split_begin, int first, int num_rows,
-                AttendScratch& scratch, float* states) {
+void AttendTile(const UnitView& view, const SplitRows& split, const SplitRows& next, int first,
+                int num_rows, AttendScratch& scratch, float* states) {
   RowRanges ranges[kTileRows];
   int begin = static_cast<int>(kSplitTokens);
   int end = 0;
   for (int r = 0; r < num_rows; ++r) {
     ranges[r] = RangesOf(VisibleTo(view.params.options, view.sequence, view.query_token(first + r)),
-                         split_begin);
+                         split.begin);
     if (ranges[r].count == 0) continue;
     begin = std::min(begin, ranges[r].begin[0]);
     end = std::max(end, ranges[r].end[ranges[r].count - 1]);
   }
   if (begin >= end) return;
-  Dots<kDType>(scratch.rows, begin, end, num_rows, scratch.q + first * view.padded_dim,
-               view.padded_dim, view.slices, scratch.weights);
+  const int64_t v_offset = view.params.layout.v_offset_bytes;
+  const PrefetchPass k_pass = {split.rows, split.end, 0, split.rows + split.first, v_offset};
+  const PrefetchPass v_pass = {split.rows, split.end, v_offset, next.rows + next.first, 0};
+  Dots<kDType>(split.rows, begin, end, num_rows, scratch.q + first * view.padded_dim,
+               view.padded_dim, view.slices, scratch.weights, first == 0 ? &k_pass : nullptr);
   MaxAndSum parts[kTileRows];
   for (int r = 0; r < num_rows; ++r) {
     parts[r] = {-kInfinity, 0.0f};
@@ -200,7 +214,8 @@ void AttendTile(const UnitView& view, int64_t split_begin, int first, int num_ro
   for (int r = 0; r < num_rows; ++r) {
     std::fill_n(scratch.tile_o + r * kMaxHeadDim, view.padded_dim, 0.0f);
   }
-  SumTile<kDType>(view, scratch.rows, ranges, num_rows, scratch.weights, scratch.tile_o);
+  SumTile<kDType>(view, split.rows, ranges, num_rows, scratch.weights, scratch.tile_o,
+                  first == 0 && next.begin >= 0 ? &v_pass : nullptr);
   for (int r = 0; r < num_rows; ++r) {
     float* state = states + (first + r) * view.state_floats;
     FoldState({state, state + 1, state + kStateHeader}, parts[r].m, parts[r].l,
@@ -218,13 +233,20 @@ template <DType kDType>
 void AttendSpan(const UnitView& view, AttendScratch& scratch, float* states) {
   for (int r = 0; r < view.num_rows; ++r) SetEmpty(states + r * view.state_floats, view.padded_dim);
   LoadQueries<kDType>(view, scratch.q);
-  for (int64_t split = view.unit.first_split; split < view.unit.end_split; ++split) {
-    const int64_t split_begin = split * kSplitTokens;
-    if (!GatherRows(view, split_begin, scratch.rows)) continue;
-    for (int r = 0; r < view.num_rows; r += kTileRows) {
-      AttendTile<kDType>(view, split_begin, r, std::min(view.num_rows - r, kTileRows), scratch,
+  SplitRows now;
+  int buffer = 0;
+  for (int64_t i = view.unit.first_split; i < view.unit.end_split || now.begin >= 0; ++i) {
+    SplitRows next;
+    if (i < view.unit.end_split &&
+        !GatherRows(view, i * kSplitTokens, scratch.rows[buffer], next)) {
+      continue;
+    }
+    for (int r = 0; now.begin >= 0 && r < view.num_rows; r += kTileRows) {
+      AttendTile<kDType>(view, now, next, r, std::min(view.num_rows - r, kTileRows), scratch,
                          states);
     }
+    now = next;
+    buffer ^= 1;
   }
 }
 

@@ -20,8 +20,9 @@ struct AttendScratch {
   alignas(64) float states[kRowBatch * StateFloats(kMaxHeadDim)];
   alignas(64) float tile_o[kTileRows * kMaxHeadDim];
   alignas(64) float weights[kTileRows * kSplitTokens];
-  // The K rows of a split, and of the beginning of the next one.
-  const std::byte* rows[2 * kSplitTokens];
+  // The K rows of a split and of the next one, with room for the rows that tiles and prefetches may
+  // reach past the end.
+  const std::byte* rows[2][kSplitTokens + 64];
 };
 static_assert(sizeof(AttendScratch) <= kScratchBytes);
 

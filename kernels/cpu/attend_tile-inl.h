@@ -21,6 +21,30 @@ namespace sluice {
 namespace HWY_NAMESPACE {
 namespace {
 
+// ------------------------------------------------------------------ prefetching
+
+// Rows are prefetched this far ahead of their use. A split reads its K rows, then its V rows, then
+// the next split's K rows: to memory they are one stream of rows at shuffled addresses, of which
+// the hardware sees the next one only when it is late.
+inline constexpr int kPrefetchRows = 32;
+
+// One of those passes over rows, and the pass after it.
+struct PrefetchPass {
+  const std::byte* const* rows = nullptr;
+  int end = 0;                                  // of the rows of this pass
+  int64_t offset = 0;                           // from a row's address to what the pass reads of it
+  const std::byte* const* next_rows = nullptr;  // at least kPrefetchRows
+  int64_t next_offset = 0;
+};
+
+// The lines of [begin, end) of the row that is kPrefetchRows after t.
+HWY_INLINE void PrefetchAhead(const PrefetchPass& pass, int t, int begin_byte, int end_byte) {
+  const int i = t + kPrefetchRows;
+  const std::byte* row =
+      i < pass.end ? pass.rows[i] + pass.offset : pass.next_rows[i - pass.end] + pass.next_offset;
+  for (int at = begin_byte; at < end_byte; at += 64) hwy::Prefetch(row + at);
+}
+
 // ------------------------------------------------------------------ logits
 
 template <DType kDType, int kRows, int kTokens, bool kTail>
@@ -49,9 +73,15 @@ HWY_INLINE void DotSlice(const std::byte* const* rows, const float* q, int q_str
 // whole groups of kTokens.
 template <DType kDType, int kRows, int kTokens>
 HWY_INLINE void DotRows(const std::byte* const* rows, int begin, int end, const float* q,
-                        int q_stride, const Slices& slices, float* logits) {
+                        int q_stride, const Slices& slices, float* logits,
+                        const PrefetchPass* prefetch) {
   const DF df;
   for (int t = begin / kTokens * kTokens; t < end; t += kTokens) {
+    if (prefetch != nullptr) {
+      for (int i = 0; i < kTokens; ++i) {
+        PrefetchAhead(*prefetch, t + i, 0, slices.count * kSlice * 2);
+      }
+    }
     VF acc[kRows][kTokens];
     HWY_UNROLL(8)
     for (int r = 0; r < kRows; ++r) {
@@ -75,24 +105,26 @@ HWY_INLINE void DotRows(const std::byte* const* rows, int begin, int end, const 
   }
 }
 
-// Any number of rows up to kTileRows, in the tile shapes that the registers hold.
+// Any number of rows up to kTileRows, in the tile shapes that the registers hold. `prefetch` may be
+// null.
 template <DType kDType>
 HWY_INLINE void Dots(const std::byte* const* rows, int begin, int end, int num_rows, const float* q,
-                     int q_stride, const Slices& slices, float* logits) {
+                     int q_stride, const Slices& slices, float* logits,
+                     const PrefetchPass* prefetch) {
   int r = 0;
   if constexpr (kManyRegisters) {
     if (num_rows >= 4) {
-      DotRows<kDType, 4, 4>(rows, begin, end, q, q_stride, slices, logits);
+      DotRows<kDType, 4, 4>(rows, begin, end, q, q_stride, slices, logits, prefetch);
       r = 4;
     }
   }
   for (; r + 2 <= num_rows; r += 2) {
     DotRows<kDType, 2, 4>(rows, begin, end, q + r * q_stride, q_stride, slices,
-                          logits + r * kSplitTokens);
+                          logits + r * kSplitTokens, r == 0 ? prefetch : nullptr);
   }
   if (r < num_rows) {
     DotRows<kDType, 1, 8>(rows, begin, end, q + r * q_stride, q_stride, slices,
-                          logits + r * kSplitTokens);
+                          logits + r * kSplitTokens, r == 0 ? prefetch : nullptr);
   }
 }
 
@@ -155,9 +187,13 @@ HWY_INLINE MaxAndSum Softmax(float* logits, const RowRanges& ranges, float scale
 
 // o[r][slices] += sum of weights[r][t] V[t] for t in [begin, end), in order of t.
 template <DType kDType, int kRows, int kSlices, bool kTail>
-HWY_INLINE void SumSlices(const std::byte* const* rows, int64_t offset, int begin, int end,
-                          const float* weights, MU tail, float* o) {
+HWY_INLINE void SumSlices(const std::byte* const* rows, int64_t v_offset, int first_slice,
+                          int begin, int end, const float* weights, MU tail, float* o,
+                          const PrefetchPass* prefetch) {
   const DF df;
+  const int first_byte = first_slice * kSlice * 2;
+  const int64_t offset = v_offset + first_byte;
+  o += first_slice * kSlice;
   VF acc[kRows][2 * kSlices];
   HWY_UNROLL(8)
   for (int r = 0; r < kRows; ++r) {
@@ -166,6 +202,10 @@ HWY_INLINE void SumSlices(const std::byte* const* rows, int64_t offset, int begi
       acc[r][s] = hn::Load(df, o + r * kMaxHeadDim + s * kLanes);
   }
   for (int t = begin; t < end; ++t) {
+    // Each pass over the tokens fetches what it will read itself: traffic is then even.
+    if (prefetch != nullptr) {
+      PrefetchAhead(*prefetch, t, first_byte, first_byte + kSlices * kSlice * 2);
+    }
     const std::byte* v = rows[t] + offset;
     VF weight[kRows];
     HWY_UNROLL(8)
@@ -191,40 +231,42 @@ HWY_INLINE void SumSlices(const std::byte* const* rows, int64_t offset, int begi
 
 template <DType kDType, int kRows, int kSlices>
 HWY_INLINE void SumRowsOf(const std::byte* const* rows, int64_t v_offset, int begin, int end,
-                          const float* weights, const Slices& slices, float* o) {
+                          const float* weights, const Slices& slices, float* o,
+                          const PrefetchPass* prefetch) {
   int s = 0;
   for (; s + kSlices <= slices.full; s += kSlices) {
-    SumSlices<kDType, kRows, kSlices, false>(rows, v_offset + s * kSlice * 2, begin, end, weights,
-                                             slices.tail, o + s * kSlice);
+    SumSlices<kDType, kRows, kSlices, false>(rows, v_offset, s, begin, end, weights, slices.tail, o,
+                                             prefetch);
   }
   for (; s < slices.full; ++s) {
-    SumSlices<kDType, kRows, 1, false>(rows, v_offset + s * kSlice * 2, begin, end, weights,
-                                       slices.tail, o + s * kSlice);
+    SumSlices<kDType, kRows, 1, false>(rows, v_offset, s, begin, end, weights, slices.tail, o,
+                                       prefetch);
   }
   if (s < slices.count) {
-    SumSlices<kDType, kRows, 1, true>(rows, v_offset + s * kSlice * 2, begin, end, weights,
-                                      slices.tail, o + s * kSlice);
+    SumSlices<kDType, kRows, 1, true>(rows, v_offset, s, begin, end, weights, slices.tail, o,
+                                      prefetch);
   }
 }
 
-// o[r] += sum of weights[r][t] V[t]; o rows are kMaxHeadDim apart.
+// o[r] += sum of weights[r][t] V[t]; o rows are kMaxHeadDim apart. `prefetch` may be null.
 template <DType kDType>
 HWY_INLINE void WeightedSums(const std::byte* const* rows, int64_t v_offset, int begin, int end,
-                             int num_rows, const float* weights, const Slices& slices, float* o) {
+                             int num_rows, const float* weights, const Slices& slices, float* o,
+                             const PrefetchPass* prefetch) {
   if (begin >= end) return;
   constexpr int kScale = kManyRegisters ? 2 : 1;
   int r = 0;
   for (; r + 4 <= num_rows; r += 4) {
     SumRowsOf<kDType, 4, kScale>(rows, v_offset, begin, end, weights + r * kSplitTokens, slices,
-                                 o + r * kMaxHeadDim);
+                                 o + r * kMaxHeadDim, r == 0 ? prefetch : nullptr);
   }
   for (; r + 2 <= num_rows; r += 2) {
     SumRowsOf<kDType, 2, 2 * kScale>(rows, v_offset, begin, end, weights + r * kSplitTokens, slices,
-                                     o + r * kMaxHeadDim);
+                                     o + r * kMaxHeadDim, r == 0 ? prefetch : nullptr);
   }
   if (r < num_rows) {
     SumRowsOf<kDType, 1, 4>(rows, v_offset, begin, end, weights + r * kSplitTokens, slices,
-                            o + r * kMaxHeadDim);
+                            o + r * kMaxHeadDim, r == 0 ? prefetch : nullptr);
   }
 }
 

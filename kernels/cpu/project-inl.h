@@ -33,6 +33,18 @@ HWY_INLINE int PaddedRank(int rank) {
 // P as floats, [head_dim][PaddedRank], zero past the rank.
 HWY_INLINE void LoadProjection(const std::byte* projection, int head_dim, int rank, float* p) {
   const int padded = PaddedRank(rank);
+  if (padded == rank && rank % 8 == 0) {
+    // Without padding it is one array. A step of one token waits for this.
+    const hn::CappedTag<float, 8> d8;
+    const hn::Rebind<uint16_t, decltype(d8)> d16;
+    const hn::Rebind<uint32_t, decltype(d8)> d32;
+    const int lanes = static_cast<int>(hn::MaxLanes(d8));
+    for (int i = 0; i < head_dim * rank; i += lanes) {
+      const auto bits = hn::LoadU(d16, reinterpret_cast<const uint16_t*>(projection) + i);
+      hn::StoreU(hn::BitCast(d8, hn::ShiftLeft<16>(hn::PromoteTo(d32, bits))), d8, p + i);
+    }
+    return;
+  }
   for (int d = 0; d < head_dim; ++d) {
     for (int r = 0; r < rank; ++r) {
       uint16_t bits;

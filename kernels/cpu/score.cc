@@ -126,7 +126,7 @@ void RunBlocks(const ScoreParams& params, int64_t begin, int64_t end, ScoreScrat
         const int64_t head = kv_head * group + g;
         const int rows = std::min(group - g, 4);
         Dots<DType::kBf16>(scratch.rows, 0, block.valid_tokens, rows, workspace.q + head * kMaxRank,
-                           kMaxRank, slices, scratch.weights);
+                           kMaxRank, slices, scratch.weights, nullptr);
         for (int r = 0; r < rows; ++r) {
           float* logits = scratch.weights + r * kSplitTokens;
           if (params.kind == ScoreKind::kMaxDot) {
