@@ -53,6 +53,10 @@ class Call {
   virtual absl::Status Start(SessionImpl& session) = 0;
   // Moves results to where the caller wants them; after the device is done, without the lock.
   virtual void Collect(SessionImpl& session) = 0;
+  // While calls wait for an offload, others that have nothing to do with them may pass. LetsPass marks what those must
+  // leave alone, or says that nothing may pass this call; MayPass: nothing of this call is marked.
+  virtual bool LetsPass(SessionImpl&) const { return false; }
+  virtual bool MayPass(const SessionImpl&) const { return false; }
 
   std::atomic<bool> cancelled_{false};
   absl::Status status_;
@@ -89,6 +93,8 @@ class DecodeCall : public Call {
   struct Work;
   absl::Status Start(SessionImpl& session) override;
   void Collect(SessionImpl& session) override;
+  bool LetsPass(SessionImpl& session) const override;
+  bool MayPass(const SessionImpl& session) const override;
   std::unique_ptr<Work> work_;
 };
 

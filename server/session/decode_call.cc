@@ -363,6 +363,22 @@ absl::Status DecodeCall::Start(SessionImpl& session) {
   return absl::OkStatus();
 }
 
+// A step without updates reads and writes blocks of its own sequences alone, and writes none that another table holds.
+bool DecodeCall::LetsPass(SessionImpl& session) const {
+  for (const DecodeSequence& sequence : sequences) {
+    if (sequence.has_update || sequence.sequence_id >= session.spec_.max_sequences) return false;
+    session.waiting_marks_[sequence.sequence_id] = session.waiting_stamp_;
+  }
+  return true;
+}
+
+bool DecodeCall::MayPass(const SessionImpl& session) const {
+  return std::all_of(sequences.begin(), sequences.end(), [&](const DecodeSequence& sequence) {
+    return !sequence.has_update && sequence.sequence_id < session.spec_.max_sequences &&
+           session.waiting_marks_[sequence.sequence_id] != session.waiting_stamp_;
+  });
+}
+
 void DecodeCall::Collect(SessionImpl&) {
   const absl::Time now = absl::Now();
   stats.queued_us = absl::ToInt64Microseconds(internal_->start_time - internal_->submit_time);

@@ -2,7 +2,8 @@
 //
 // Threads: every method may be called from any thread; none blocks for longer than a bookkeeping step.
 // Ownership: SessionManager owns sessions and hands out shared_ptrs; a session outlives the calls in it.
-// Order: calls given to Submit run in that order. Offloads and fetches run beside them and are ordered
+// Order: calls given to Submit run in that order; only where a decode step waits for an offload into a block that it writes,
+// steps of other sequences pass it. Offloads and fetches run beside them and are ordered
 // against them per block: a write waits for a fetch of the same block that has begun, a fetch waits
 // for writes of the same block that were enqueued before it, an offload becomes visible at one point.
 

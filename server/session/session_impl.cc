@@ -87,6 +87,7 @@ absl::Status SessionImpl::Init() {
       store_, rows_.get(), std::vector<Stream*>{attention_stream_.get(), fetch_stream_.get()});
   sequences_.resize(spec_.max_sequences);
   sequence_marks_.resize(spec_.max_sequences);
+  waiting_marks_.resize(spec_.max_sequences);
   block_marks_ = LazyArray<uint64_t>(spec_.max_blocks);
   block_writers_ = LazyArray<uint32_t>(spec_.max_blocks);
   if (!blocks_->valid() || !block_marks_.valid() || !block_writers_.valid()) {
@@ -380,8 +381,9 @@ void SessionImpl::Submit(Call* call) {
 void SessionImpl::Pump(Call** ended) {
   Call** tail = ended;
   while (*tail != nullptr) tail = &(*tail)->internal_->next;
-  while (queue_head_ != nullptr && num_started_ < kMaxStartedCalls) {
-    Call* call = queue_head_;
+  bool some_wait = false;  // for an offload; what they mark stays as it is
+  Call* previous = nullptr;
+  for (Call* call = queue_head_; call != nullptr && num_started_ < kMaxStartedCalls;) {
     Call::Internal& internal = *call->internal_;
     const absl::Time now = absl::Now();
     absl::Status status;
@@ -392,14 +394,23 @@ void SessionImpl::Pump(Call** ended) {
       status = Error(absl::StatusCode::kDeadlineExceeded, Reason::kDeadlineExceeded,
                      "the deadline passed before the call started");
     } else {
-      internal.start_time = now;
-      status = call->Start(*this);
-      // An offload is filling a block that this call writes; it pumps again when it is done.
-      if (absl::IsUnavailable(status)) return;
+      bool waits = some_wait && !call->MayPass(*this);
+      if (!waits) {
+        internal.start_time = now;
+        status = call->Start(*this);
+        waits = absl::IsUnavailable(status);
+      }
+      if (waits) {
+        // An offload is filling a block that this call, or one before it, writes; it pumps again when it is done.
+        if (!std::exchange(some_wait, true)) waiting_stamp_ = next_stamp_++;
+        if (!call->LetsPass(*this)) return;
+        previous = std::exchange(call, internal.next);
+        continue;
+      }
     }
-    queue_head_ = internal.next;
-    if (queue_head_ == nullptr) queue_tail_ = nullptr;
-    internal.next = nullptr;
+    Call* const next = std::exchange(internal.next, nullptr);
+    (previous == nullptr ? queue_head_ : previous->internal_->next) = next;
+    if (next == nullptr) queue_tail_ = previous;
     --num_queued_;
     call->status_ = std::move(status);
     if (call->status_.ok()) {
@@ -409,6 +420,7 @@ void SessionImpl::Pump(Call** ended) {
       *tail = call;
       tail = &internal.next;
     }
+    call = next;
   }
 }
 

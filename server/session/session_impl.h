@@ -241,6 +241,8 @@ class SessionImpl final : public Session {
   // Marks for checks without allocation: an element is marked when it equals the newest stamp.
   uint64_t next_stamp_ = 1;
   std::vector<uint64_t> sequence_marks_;  // [max_sequences]
+  std::vector<uint64_t> waiting_marks_;   // [max_sequences]: sequences of calls that wait for an offload
+  uint64_t waiting_stamp_ = 0;
   LazyArray<uint64_t> block_marks_;       // [max_blocks]: stamp
   LazyArray<uint32_t> block_writers_;     // [max_blocks]: index of the sequence that writes it
   std::vector<std::byte*> scratch_slots_;

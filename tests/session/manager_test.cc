@@ -325,7 +325,7 @@ TEST_F(Manager, UsageComesBackItemByItem) {
     ASSERT_TRUE(abort.Wait().ok());
     ASSERT_TRUE(session_->ReleaseSequence(std::vector<uint32_t>{0}, true).ok());
     ASSERT_TRUE(session_->DropBlocks({{}, Ids(0, 64)}, true).ok());
-    attention_stream_->Synchronize();
+    WaitUntilQuiet();
     for (const char* name : {"a_g", "a_g_replacement", "running_state", "blocks.host"}) {
       EXPECT_EQ(Item(name).used_bytes, 0) << name;
     }
@@ -346,7 +346,7 @@ TEST_F(Manager, ASweepFreesWhatWaitsForNobody) {
       session_->DropBlocks({std::vector<uint32_t>{0}, std::vector<uint32_t>{0}}, false).ok());
   EXPECT_EQ(HostBytes(), 4096);
   reader.WaitUntilPassed();
-  attention_stream_->Synchronize();
+  WaitUntilQuiet();
   manager_->Sweep();
   EXPECT_EQ(HostBytes(), 0);
 }

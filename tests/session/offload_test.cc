@@ -39,6 +39,7 @@ TEST_F(Offload, PredictsAsAsked) {
   EXPECT_EQ(result.predicted_blocks, 0);
   EXPECT_EQ(result.replaced_blocks, 2);
   EXPECT_FALSE(Describe(0, 3).predicted);
+  WaitUntilQuiet();
   EXPECT_EQ(Item("a_g").used_bytes, 0) << "the rows went back";
   const auto keys = ReadProjected(0, {3});
   ASSERT_TRUE(keys.ok());
@@ -73,7 +74,7 @@ TEST_F(Offload, WithoutMemoryForAgRequiredIsRefusedAndBestEffortIsUnpredicted) {
     EXPECT_EQ(result.predicted_blocks, 0);
     EXPECT_FALSE(Describe(0, 2).predicted);
   }
-  attention_stream_->Synchronize();
+  WaitUntilQuiet();
   ASSERT_TRUE(OffloadBlocks(Blocks(0, 2, 2), RandomBlocks(2)).ok()) << "the readers are gone";
   EXPECT_TRUE(Describe(0, 2).predicted);
 }
@@ -325,7 +326,7 @@ TEST_F(Offload, AFullStoreRefusesAndLosesNothing) {
       EXPECT_TRUE(limbo.GetPayload("sluice/retry_ms").has_value()) << "free once it is read";
       reader.WaitUntilPassed();
     }
-    attention_stream_->Synchronize();
+    WaitUntilQuiet();
     EXPECT_TRUE(OffloadBlocks(Blocks(0, 9, 1), RandomBlocks(1)).ok());
   }
 }
@@ -372,6 +373,61 @@ TEST_F(Offload, AReservedBlockLendsItsSlotWhenTheStoreIsExactlyFull) {
   EXPECT_EQ(HostBytes(), 4 * 4096);
 }
 
+// A step waits for no offload of blocks that it does not touch, be it behind another step's.
+TEST_F(Offload, StepsOfOtherSequencesPassAStepThatWaits) {
+  Open(SmallSpec());
+  const Tokens tokens = RandomTokens(8);
+  ASSERT_TRUE(OffloadTokens(0, 0, tokens).ok());
+  ASSERT_TRUE(Put(1, 1, 0, {0, 1}).ok());
+  ASSERT_TRUE(Put(0, 1, 0, {10}).ok());
+  const Bits q = RandomQ(1);
+  const Tokens one = RandomTokens(1), filled = RandomBlocks(1);
+  Waitable<OffloadCall> offload;
+  const std::vector<OffloadBlock> blocks = {{0, 10, 2, ""}};
+  offload.blocks = blocks;
+  offload.k = View(filled.k);
+  offload.v = View(filled.v);
+  StreamGate gate(*ingest_stream_);
+  session_->Offload(&offload);
+  const DecodeSequence third = Seq(0, 1, 3), fourth = Seq(0, 1, 4), other = Seq(1, 1, 8);
+  Waitable<DecodeCall> waits, behind, passes, cancelled;
+  const auto submit = [&](Waitable<DecodeCall>& call, const DecodeSequence& sequence, bool writes) {
+    Fill(call, 0, q, writes ? &one : nullptr);
+    call.sequences = {&sequence, 1};
+    session_->Submit(&call);
+  };
+  submit(waits, third, true);
+  submit(behind, fourth, true);
+  for (int i = 0; i < 3; ++i) {
+    submit(passes, other, false);
+    ASSERT_TRUE(passes.Wait().ok());
+    ASSERT_TRUE(passes.sequence_status[0].ok()) << passes.sequence_status[0];
+    ExpectNear(passes.out, 0, Reference(q, 0, tokens, 8));
+  }
+  // What is not a step, or changes tables, keeps its place, and holds those behind it.
+  Waitable<ScoreCall> score;
+  score.block_ids = {&blocks[0].block_id, 1};
+  score.q = View(q);
+  session_->Submit(&score);
+  submit(passes, other, true);
+  submit(cancelled, fourth, true);
+  EXPECT_FALSE(passes.IsDoneWithin(absl::Milliseconds(20)));
+  EXPECT_FALSE(waits.IsDoneWithin(absl::ZeroDuration()));
+  EXPECT_FALSE(behind.IsDoneWithin(absl::ZeroDuration()));
+  EXPECT_FALSE(score.IsDoneWithin(absl::ZeroDuration()));
+  cancelled.Cancel();
+  gate.Open();
+  ASSERT_TRUE(offload.Wait().ok());
+  for (Waitable<DecodeCall>* call : {&waits, &behind, &passes}) {
+    ASSERT_TRUE(call->Wait().ok());
+    EXPECT_TRUE(call->sequence_status[0].ok()) << call->sequence_status[0];
+  }
+  EXPECT_EQ(cancelled.Wait().code(), StatusCode::kCancelled);
+  ASSERT_TRUE(score.Wait().ok());
+  EXPECT_EQ(score.predicted[0], 1) << "scored after the offload, in its turn";
+  EXPECT_EQ(Describe(0, 10).valid_tokens, 4u);
+}
+
 TEST_F(Offload, TwoOffloadsIntoOneReservedBlockAndAReleaseMeanwhile) {
   Open(SmallSpec());
   ASSERT_TRUE(Put(0, 1, 0, {1}).ok());
@@ -393,8 +449,7 @@ TEST_F(Offload, TwoOffloadsIntoOneReservedBlockAndAReleaseMeanwhile) {
   ASSERT_TRUE(b.Wait().ok());
   EXPECT_EQ(*Fetch(0, {1}), second) << "in the order in which they came";
   ASSERT_TRUE(session_->ReleaseSequence(std::vector<uint32_t>{0}, true).ok());
-  attention_stream_->Synchronize();
-  fetch_stream_->Synchronize();
+  WaitUntilQuiet();
   EXPECT_EQ(Item("blocks.host").used_bytes, 0);
   EXPECT_EQ(Item("a_g").used_bytes, 0);
 }

@@ -299,6 +299,10 @@ class SessionFixture : public ::testing::Test {
     EXPECT_TRUE(info.ok()) << info.status();
     return info.ok() ? (*info)[0] : BlockInfo();
   }
+  // Done runs before its stream counts the work as complete; until then what was replaced waits in limbo.
+  void WaitUntilQuiet() {
+    for (Stream* stream : {attention_stream_, ingest_stream_, fetch_stream_}) stream->Synchronize();
+  }
   int64_t HostBytes() const { return manager_->MemoryUsage()[1].used_bytes; }
   int64_t DeviceBytes() const { return manager_->MemoryUsage()[0].used_bytes; }
   MemoryItem Item(absl::string_view name) const {

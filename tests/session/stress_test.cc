@@ -211,7 +211,7 @@ TEST_F(Stress, ManyThreadsOnOneSession) {
     ASSERT_TRUE(session.ReleaseSequence(id, true).ok());
   }
   ASSERT_TRUE(session.DropBlocks({{}, Ids(0, 64)}, true).ok());
-  for (Stream* stream : {attention_stream_, ingest_stream_, fetch_stream_}) stream->Synchronize();
+  WaitUntilQuiet();
   for (const char* name : {"a_g", "a_g_replacement", "running_state", "blocks.host"}) {
     EXPECT_EQ(Item(name).used_bytes, 0) << name;
   }

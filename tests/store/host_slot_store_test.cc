@@ -45,7 +45,7 @@ TEST(Budget, TakesWhatFitsAndNothingMore) {
 }
 
 TEST(HostSlotStore, AChunkGoesBackWithItsLastSlot) {
-  if (!ResidentBytesAreOurs()) GTEST_SKIP() << "resident memory is the sanitizer's";
+  if (Sanitized()) GTEST_SKIP() << "resident memory is the sanitizer's";
   constexpr int64_t kBytes = int64_t{64} << 20;
   HostSlotStore store({.budget_bytes = kBytes, .chunk_bytes = 4 << 20}, &SharedDevice());
   const int64_t before = ResidentBytes();

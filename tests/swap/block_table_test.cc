@@ -162,7 +162,7 @@ TEST_F(BlockTableTest, OneTagOnManyBlocksCostsNoQuadraticTime) {
   for (int64_t id = 0; id < 200'000; ++id) Store(0, id, "the same for all");
   EXPECT_EQ(table_->KeysWithTag("the same for all").size(), 200'000u);
   for (int64_t id = 199'999; id >= 0; --id) table_->Drop(0, id);
-  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(Sanitized() ? 100 : 10));
 }
 
 TEST_F(BlockTableTest, NextPresentFindsWhatAPlainWalkFinds) {
@@ -205,12 +205,12 @@ TEST_F(BlockTableTest, TheLargestTableOpensWalksAndClosesAtOnce) {
     EXPECT_EQ(table_->NextPresent((int64_t{512} << 24) + 78), last);
     EXPECT_EQ(table_->NextPresent(last + 1), -1);
   }
-  if (ResidentBytesAreOurs()) {
+  if (!Sanitized()) {
     EXPECT_LT(ResidentBytes() - before, 16 << 20);
   }
   table_.reset();
   rows_.reset();
-  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(Sanitized() ? 50 : 5));
   EXPECT_EQ(store_.used_bytes(), 0);
 }
 
@@ -234,7 +234,7 @@ TEST_F(BlockTableTest, RoomIsTheSessionsBudgetOrTheStores) {
 // Entries, the store's and the pool's own bookkeeping; slots and rows are never touched, so they
 // cost nothing here.
 TEST_F(BlockTableTest, BookkeepingIsAtMost96BytesABlock) {
-  if (!ResidentBytesAreOurs()) GTEST_SKIP() << "resident memory is the sanitizer's";
+  if (Sanitized()) GTEST_SKIP() << "resident memory is the sanitizer's";
   constexpr int64_t kBlocks = 100'000;
   for (const auto& [num_layers, max_blocks] :
        {std::pair<int64_t, int64_t>{1, kBlocks}, {32, 3125}, {100, 100'000}}) {

@@ -49,7 +49,7 @@ TEST(RowPool, CommitsAsRowsAreTakenAndMayBeRefused) {
 }
 
 TEST(RowPool, ARowThatNobodyWroteCostsNoMemory) {
-  if (!ResidentBytesAreOurs()) GTEST_SKIP() << "resident memory is the sanitizer's";
+  if (Sanitized()) GTEST_SKIP() << "resident memory is the sanitizer's";
   TestDevice device(1);
   const int64_t before = ResidentBytes();
   auto pool = RowPool::Create(int64_t{1} << 34, 64, &device);
