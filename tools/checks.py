@@ -81,7 +81,22 @@ def document_links():
     return "\n".join(broken)
 
 
-CHECKS = [proto_lint, cc_format, bazel_format, document_links]
+def guarantees():
+    """Every test that docs/guarantees.md names exists."""
+    known = set()
+    for name in tracked("tests/*.cc"):
+        known.update(map(".".join, re.findall(r"^TEST(?:_[FP])?\((\w+),\s*(\w+)\)", (ROOT / name).read_text(), re.M)))
+    for name in tracked("tests/*.py"):
+        known.update(re.findall(r"^(?:async )?def (test_\w+)", (ROOT / name).read_text(), re.M))
+    text = (ROOT / "docs/guarantees.md").read_text()
+    named = re.findall(r"`([A-Z]\w+\.\w+|test_\w+)`", text)
+    missing = [f"docs/guarantees.md: no test {name}" for name in named if name not in known]
+    # A promise without a test is not one.
+    bare = [line for line in text.splitlines() if line.startswith("| ") and line.endswith("|  |")]
+    return "\n".join(missing + bare)
+
+
+CHECKS = [proto_lint, cc_format, bazel_format, document_links, guarantees]
 
 
 def main():

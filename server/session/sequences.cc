@@ -212,11 +212,14 @@ absl::StatusOr<uint32_t> SessionImpl::TruncateSequence(uint32_t sequence_id, uin
   }
   SequenceState* sequence = FindSequence(sequence_id);
   if (sequence == nullptr) return SequenceNotFound(sequence_id);
-  if (generation < sequence->generation) {
+  // The same request again: it raised the generation to this one when it came first.
+  if (generation == sequence->generation && generation == sequence->truncated_generation &&
+      context_tokens == sequence->truncated_tokens) {
+    return static_cast<uint32_t>(sequence->block_ids.size());
+  }
+  if (generation <= sequence->generation) {
     return StaleGeneration(sequence_id, generation, sequence->generation);
   }
-  // The same request again: it raised the generation to this one when it came first.
-  if (generation == sequence->generation) return static_cast<uint32_t>(sequence->block_ids.size());
   const int64_t table_tokens = std::ssize(sequence->block_ids) * spec_.block_tokens;
   if (context_tokens < 0 || context_tokens > table_tokens) {
     return InvalidField("context_tokens", context_tokens, absl::StrCat("0..", table_tokens));
@@ -225,6 +228,8 @@ absl::StatusOr<uint32_t> SessionImpl::TruncateSequence(uint32_t sequence_id, uin
   RemoveFromTables(absl::MakeConstSpan(sequence->block_ids).subspan(num_blocks));
   sequence->block_ids.resize(num_blocks);
   sequence->generation = generation;
+  sequence->truncated_generation = generation;
+  sequence->truncated_tokens = context_tokens;
   const int64_t tail_tokens = context_tokens % spec_.block_tokens;
   if (tail_tokens > 0 && blocks_->num_tables(sequence->block_ids.back()) == 1) {
     for (int64_t layer = 0; layer < spec_.num_layers; ++layer) {

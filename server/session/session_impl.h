@@ -32,6 +32,9 @@ namespace sluice {
 struct SequenceState {
   uint64_t generation = 0;
   std::vector<uint32_t> block_ids;
+  // What the newest truncation made of it, to know the same request when it comes again.
+  uint64_t truncated_generation = 0;
+  int64_t truncated_tokens = 0;
 };
 
 // A run of tiles: q, the running states, and how far it is. Work in flight shares it.

@@ -60,8 +60,12 @@ absl::Status BeginTilesCall::Start(SessionImpl& session) {
   const int64_t rows = num_rows > 0        ? num_rows
                        : q.shape.empty() ? q.bytes / q_row_bytes
                                          : q.shape[0];
-  if (q.given() && (rows < 1 || rows > kMaxRows)) {
-    return InvalidField("q.shape", absl::StrCat(rows, " rows"), absl::StrCat("1..", kMaxRows, " rows"));
+  // More could never begin, however many other runs end.
+  const int64_t most_rows = std::min(kMaxRows, session.reservation_.run_rows);
+  if (q.given() && (rows < 1 || rows > most_rows)) {
+    return InvalidField("q.shape", absl::StrCat(rows, " rows"),
+                        absl::StrCat("1..", most_rows, " rows (2 x max_sequences, at most ", kMaxRows,
+                                     ")"));
   }
   const int64_t q_dims[] = {rows, spec.num_query_heads, spec.head_dim};
   SLUICE_RETURN_IF_ERROR(CheckTensor(q, "q", spec.kv_dtype, q_dims));

@@ -2,10 +2,11 @@
 //
 //   TestDevice device(4);
 //   auto session = ...;                       // creates its streams: attention, ingest, fetch
-//   StreamGate gate(*device.streams()[1]);    // nothing enqueued on the ingest stream from here on runs ...
-//   gate.Open();                              // ... before this
+//   StreamGate gate(*device.streams()[1]);    // nothing enqueued on the ingest stream from here on
+//   runs ... gate.Open();                              // ... before this
 //
-// Threads: streams() is for the test's own thread; the rest as Device. A closed gate holds one worker of the device.
+// Threads: streams() is for the test's own thread; the rest as Device. A closed gate holds one
+// worker of the device.
 
 #ifndef TESTS_BASE_TEST_DEVICE_H_
 #define TESTS_BASE_TEST_DEVICE_H_

@@ -17,8 +17,6 @@
 namespace sluice::client {
 namespace {
 
-// Where Bazel puts the daemon for a test that has it as data.
-constexpr char kProgram[] = "server/sluiced";
 constexpr absl::Duration kStartTimeout = absl::Seconds(60);
 
 [[noreturn]] void Die(const std::string& why) {
@@ -35,9 +33,10 @@ std::string MakeFolder() {
 
 }  // namespace
 
-DaemonProcess::DaemonProcess(const std::vector<std::string>& flags) : folder_(MakeFolder()) {
+DaemonProcess::DaemonProcess(const std::vector<std::string>& flags, const std::string& program)
+    : folder_(MakeFolder()) {
   const std::string port_file = folder_ + "/port";
-  std::vector<std::string> words = {kProgram, "--listen_address=127.0.0.1:0",
+  std::vector<std::string> words = {program, "--listen_address=127.0.0.1:0",
                                     absl::StrCat("--port_file=", port_file),
                                     absl::StrCat("--unix_socket=", folder_, "/sluiced.sock")};
   words.insert(words.end(), flags.begin(), flags.end());
@@ -48,14 +47,14 @@ DaemonProcess::DaemonProcess(const std::vector<std::string>& flags) : folder_(Ma
   if (pid_ == 0) {
     // A test that crashes should not leave its daemon behind.
     prctl(PR_SET_PDEATHSIG, SIGTERM);
-    execv(kProgram, argv.data());
+    execv(argv[0], argv.data());
     _exit(127);
   }
   const absl::Time deadline = absl::Now() + kStartTimeout;
   int port = 0;
   while (!(std::ifstream(port_file) >> port)) {
-    if (waitpid(pid_, nullptr, WNOHANG) == pid_) Die("sluiced ended at once");
-    if (absl::Now() > deadline) Die("sluiced did not start");
+    if (waitpid(pid_, nullptr, WNOHANG) == pid_) Die(program + " ended at once");
+    if (absl::Now() > deadline) Die(program + " did not start");
     absl::SleepFor(absl::Milliseconds(10));
   }
   address_ = absl::StrCat("127.0.0.1:", port);

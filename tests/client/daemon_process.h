@@ -17,8 +17,13 @@ namespace sluice::client {
 
 class DaemonProcess {
  public:
+  // Where Bazel puts the daemon for a test that has it as data.
+  static constexpr char kDaemon[] = "server/sluiced";
+
   // Aborts the test program when the daemon does not come up. `flags` are added to the daemon's.
-  explicit DaemonProcess(const std::vector<std::string>& flags = {});
+  // Another `program` must know --listen_address, --port_file and --unix_socket as the daemon does.
+  explicit DaemonProcess(const std::vector<std::string>& flags = {},
+                         const std::string& program = kDaemon);
   ~DaemonProcess();
   DaemonProcess(const DaemonProcess&) = delete;
   DaemonProcess& operator=(const DaemonProcess&) = delete;

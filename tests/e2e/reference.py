@@ -67,7 +67,8 @@ def score(q, projected_keys, projection, valid_tokens, mass, scale=None):
     """A score per block: q [num_query_heads, head_dim], projected_keys [n, num_kv_heads, block_tokens, rank]."""
     num_query_heads, head_dim = q.shape
     n, num_kv_heads, block_tokens, _ = projected_keys.shape
-    q = (q.astype(np.float64) @ projection.astype(np.float64)).reshape(num_kv_heads, num_query_heads // num_kv_heads, -1)
+    q = q.astype(np.float64) @ projection.astype(np.float64)
+    q = q.reshape(num_kv_heads, num_query_heads // num_kv_heads, -1)
     dots = np.einsum("hgr,nhtr->nhgt", q, projected_keys.astype(np.float64))
     valid = np.arange(block_tokens) < np.asarray(valid_tokens)[:, None]
     dots = np.where(valid[:, None, None, :], dots, -np.inf)

@@ -154,3 +154,15 @@ def test_an_error_without_details(fake, session):
     with pytest.raises(DeadlineExceededError) as caught:
         session.abort_tiles(1)
     assert (caught.value.reason, caught.value.metadata, caught.value.message) == ("", {}, "busy")
+
+
+@pytest.mark.parametrize("name, tries", [("named", 2), ("", 1)])
+def test_opening_is_retried_where_a_repeat_would_attach(fake, connect, name, tries):
+    fail(fake, 1, QUEUE_FULL, retry_info(0.01))
+    client = connect(fake.address)
+    geometry = dict(num_layers=1, num_query_heads=1, num_kv_heads=1, head_dim=16, block_tokens=1, max_blocks=1)
+    try:
+        client.open_session(name=name, **geometry)
+    except ResourceExhaustedError:
+        assert name == ""
+    assert fake.calls == tries

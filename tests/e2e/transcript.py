@@ -1,8 +1,8 @@
 r"""Sessions of a shell in documents: finding them and running them.
 
-A session is the fenced code block after `<!-- test: NAME -->`. Its lines that start with `$ ` are commands (a `\` at the
-end continues one), the lines after a command are its output: `...` in it stands for anything, alone on a line for any
-number of lines. No output given: any will do. A command succeeds, unless its output starts with `ERROR:`.
+A session is the fenced code block after `<!-- test: NAME -->`. Its lines that start with `$ ` are commands (a `\` at
+the end continues one), the lines after a command are its output: `...` in it stands for anything, alone on a line for
+any number of lines. No output given: any will do. A command succeeds, unless its output starts with `ERROR:`.
 """
 
 import dataclasses

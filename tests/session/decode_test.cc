@@ -217,8 +217,11 @@ TEST_F(Decode, AStepTooLargeForTheWorkspaceHasTheBitsOfSmallOnes) {
   for (const int64_t i : {0, 63, 64, 200, 255}) {
     const int64_t s = i / 64;
     const Bits one(q.begin() + i * row, q.begin() + (i + 1) * row);
-    const DecodeSequence whole[] = {Seq(0, 64, 10240), Seq(1, 64, 10239), Seq(2, 64, 9000), Seq(3, 64, 64)};
-    ASSERT_TRUE(Step(0, Seq(static_cast<uint32_t>(s), 1, whole[s].context_tokens - 63 + i % 64), one, nullptr).ok());
+    const DecodeSequence whole[] = {Seq(0, 64, 10240), Seq(1, 64, 10239), Seq(2, 64, 9000),
+                                    Seq(3, 64, 64)};
+    ASSERT_TRUE(Step(0, Seq(static_cast<uint32_t>(s), 1, whole[s].context_tokens - 63 + i % 64),
+                     one, nullptr)
+                    .ok());
     EXPECT_EQ(Out(), together.substr(i * row * 2, row * 2)) << "row " << i;
   }
 }

@@ -117,9 +117,7 @@ TEST_F(Fetch, ReadersSeeAReplacedBatchWhollyOldOrWhollyNew) {
   const auto which = [](const auto& value, const auto& zero, const auto& one) {
     return value == zero ? 0 : value == one ? 1 : -1;
   };
-  read([&] {
-    return which(decode(decode_call), expected[0].decoded, expected[1].decoded);
-  });
+  read([&] { return which(decode(decode_call), expected[0].decoded, expected[1].decoded); });
   read([&] { return which(score(score_call), expected[0].scores, expected[1].scores); });
   read([&] {
     Tokens wire{Bits(8 * 64), Bits(8 * 64)};
@@ -131,7 +129,9 @@ TEST_F(Fetch, ReadersSeeAReplacedBatchWhollyOldOrWhollyNew) {
     EXPECT_TRUE(call.Wait().ok());
     return which(wire, versions[0], versions[1]);
   });
-  read([&] { return which(ReadProjected(0, ids)->rows, expected[0].keys.rows, expected[1].keys.rows); });
+  read([&] {
+    return which(ReadProjected(0, ids)->rows, expected[0].keys.rows, expected[1].keys.rows);
+  });
   for (int i = 0; i < 600; ++i) {
     ASSERT_TRUE(OffloadTokens(0, 0, versions[i % 2]).ok());
   }
@@ -149,7 +149,9 @@ TEST_F(Fetch, ReadersSeeAnAppendedBlockAsOfOneStep) {
   ASSERT_TRUE(Put(0, 1, 0, {3}).ok());
   const int64_t row = 2 * 32;
   // Token t of round r is the number 100 r + t in every element, which BF16 holds by its bits.
-  const auto word = [](int round, int64_t token) { return static_cast<uint16_t>(round * 16 + token); };
+  const auto word = [](int round, int64_t token) {
+    return static_cast<uint16_t>(round * 16 + token);
+  };
   std::atomic<bool> stop = false;
   std::atomic<int> fetched = 0;
   std::thread reader([&] {
@@ -179,14 +181,16 @@ TEST_F(Fetch, ReadersSeeAnAppendedBlockAsOfOneStep) {
   uint64_t generation = 1;
   for (int round = 1; round < 120; ++round) {
     for (int64_t t = 0; t < 16; t += t == 0 ? 3 : 1) {
-      // The first step of a round overwrites tokens 0..2 of the last one, truncated to one token before.
+      // The first step of a round overwrites tokens 0..2 of the last one, truncated to one token
+      // before.
       const int64_t tokens = t == 0 ? 3 : 1;
       Tokens step;
       for (int64_t i = 0; i < tokens; ++i) step.k.insert(step.k.end(), row, word(round, t + i));
       step.v = step.k;
       q.resize(tokens * 4 * 32);
       if (t == 0 && round > 1) {
-        // One token of the old round stays until the step; the reader must not see it beside new ones.
+        // One token of the old round stays until the step; the reader must not see it beside new
+        // ones.
         ASSERT_TRUE(session_->TruncateSequence(0, ++generation, 1).ok());
       }
       ASSERT_TRUE(Step(0, Seq(0, static_cast<uint32_t>(tokens), t + tokens), q, &step).ok());

@@ -63,7 +63,8 @@ TEST_F(Manager, AttachingAgainKeepsAllAndFencesTheOlderHandle) {
   EXPECT_EQ(session_->ListSequences(0, 9)[0].generation, 5u);
   // The budget is that of the last opening: 3 slots are used.
   EXPECT_TRUE(OffloadTokens(0, 2, RandomTokens(4)).ok());
-  EXPECT_REASON(OffloadTokens(0, 3, RandomTokens(4)), StatusCode::kResourceExhausted, "HOST_MEMORY");
+  EXPECT_REASON(OffloadTokens(0, 3, RandomTokens(4)), StatusCode::kResourceExhausted,
+                "HOST_MEMORY");
 }
 
 TEST_F(Manager, AnythingFixedThatDiffersIsAMismatchAndChangesNothing) {
@@ -252,7 +253,8 @@ TEST_F(Manager, CloseKeepingDetachesAndTheDataComesBack) {
   Open(SmallSpec());
   EXPECT_EQ(session_->Info().num_blocks, 0) << "the name is free, and nothing is left of it";
   ASSERT_TRUE(OffloadTokens(0, 0, tokens).ok());
-  EXPECT_EQ(*CloseSession("test", epoch_, true), 4096) << "without a retention there is nothing to keep";
+  EXPECT_EQ(*CloseSession("test", epoch_, true), 4096)
+      << "without a retention there is nothing to keep";
 }
 
 TEST_F(Manager, CloseWaitsForWorkAndRefusesMore) {
@@ -274,9 +276,11 @@ TEST_F(Manager, CloseWaitsForWorkAndRefusesMore) {
     while (Find("test", epoch_).ok()) absl::SleepFor(absl::Milliseconds(1));
     const absl::Status closing = Find("test", epoch_);
     EXPECT_REASON(closing, StatusCode::kFailedPrecondition, "SESSION_CLOSING");
-    EXPECT_REASON(manager_->Open(Kept()).status(), StatusCode::kFailedPrecondition, "SESSION_CLOSING");
+    EXPECT_REASON(manager_->Open(Kept()).status(), StatusCode::kFailedPrecondition,
+                  "SESSION_CLOSING");
     EXPECT_REASON(Put(0, 1, 1, {1}), StatusCode::kFailedPrecondition, "SESSION_CLOSING");
-    EXPECT_REASON(OffloadTokens(0, 1, RandomTokens(4)), StatusCode::kFailedPrecondition, "SESSION_CLOSING");
+    EXPECT_REASON(OffloadTokens(0, 1, RandomTokens(4)), StatusCode::kFailedPrecondition,
+                  "SESSION_CLOSING");
     EXPECT_REASON(Fetch(0, {0}).status(), StatusCode::kFailedPrecondition, "SESSION_CLOSING");
     const std::vector<uint32_t> ids = {0};
     EXPECT_REASON(session_->DropBlocks({{}, ids}, true).status(), StatusCode::kFailedPrecondition,
@@ -313,7 +317,8 @@ TEST_F(Manager, UsageComesBackItemByItem) {
     begin.q = View(q);
     session_->Submit(&begin);
     ASSERT_TRUE(begin.Wait().ok());
-    for (const char* name : {"a_g", "running_state", "blocks.host"}) EXPECT_GT(Item(name).used_bytes, 0) << name;
+    for (const char* name : {"a_g", "running_state", "blocks.host"})
+      EXPECT_GT(Item(name).used_bytes, 0) << name;
     Waitable<AbortTilesCall> abort;
     abort.run_id = begin.run_id;
     session_->Submit(&abort);
@@ -337,7 +342,8 @@ TEST_F(Manager, ASweepFreesWhatWaitsForNobody) {
   Open(SmallSpec());
   ASSERT_TRUE(OffloadTokens(0, 0, RandomTokens(4)).ok());
   StreamGate reader(*fetch_stream_);
-  ASSERT_TRUE(session_->DropBlocks({std::vector<uint32_t>{0}, std::vector<uint32_t>{0}}, false).ok());
+  ASSERT_TRUE(
+      session_->DropBlocks({std::vector<uint32_t>{0}, std::vector<uint32_t>{0}}, false).ok());
   EXPECT_EQ(HostBytes(), 4096);
   reader.WaitUntilPassed();
   attention_stream_->Synchronize();
@@ -361,7 +367,8 @@ TEST_F(Manager, TheQueueOfASessionIsBounded) {
     EXPECT_REASON(full, StatusCode::kResourceExhausted, "QUEUE_FULL");
     EXPECT_TRUE(full.GetPayload("sluice/retry_ms").has_value());
     EXPECT_EQ(MetaOf(full, "allowed"), "4");
-    EXPECT_REASON(OffloadTokens(0, 1, RandomTokens(4)), StatusCode::kResourceExhausted, "QUEUE_FULL");
+    EXPECT_REASON(OffloadTokens(0, 1, RandomTokens(4)), StatusCode::kResourceExhausted,
+                  "QUEUE_FULL");
     EXPECT_REASON(Fetch(0, {0}).status(), StatusCode::kResourceExhausted, "QUEUE_FULL");
     // Two are started; the others can still be dropped.
     calls[2].Cancel();

@@ -52,7 +52,8 @@ TEST_F(Offload, WithoutMemoryForAgRequiredIsRefusedAndBestEffortIsUnpredicted) {
   spec.num_layers = 1;
   spec.max_blocks = 4;
   Open(spec);
-  EXPECT_EQ(Item("a_g_replacement").reserved_bytes, 2 * 2 * 4 * 8 * 2) << "two batches of one block";
+  EXPECT_EQ(Item("a_g_replacement").reserved_bytes, 2 * 2 * 4 * 8 * 2)
+      << "two batches of one block";
   const Tokens wire = RandomBlocks(4);
   ASSERT_TRUE(OffloadBlocks(Blocks(0, 0, 4), wire).ok());
   {
@@ -210,7 +211,8 @@ TEST_F(Offload, TokensBehindTheValidOnesAreZeroAndNeverCount) {
 TEST_F(Offload, TagsAreFoundReplacedAndDropped) {
   Open(SmallSpec());
   const std::string binary("\0\xff tag of thirty-two bytes, yes!", 32);
-  ASSERT_TRUE(OffloadBlocks({{1, 5, 0, "a"}, {0, 9, 0, "a"}, {0, 2, 0, binary}}, RandomBlocks(3)).ok());
+  ASSERT_TRUE(
+      OffloadBlocks({{1, 5, 0, "a"}, {0, 9, 0, "a"}, {0, 2, 0, binary}}, RandomBlocks(3)).ok());
   const auto find = [&](std::vector<std::string> tags, std::vector<uint32_t> layers) {
     std::vector<std::pair<uint32_t, uint32_t>> found;
     const auto blocks = session_->FindBlocks(tags, layers);

@@ -52,7 +52,8 @@ TEST_F(ReservationTest, ChecksTheBoundsOfEveryField) {
     for (const int64_t value : good) {
       SessionSpec spec = SmallSpec();
       set(spec, value);
-      EXPECT_TRUE(NormalizeSpec(spec).ok()) << field << " " << value << ": " << NormalizeSpec(spec).status();
+      EXPECT_TRUE(NormalizeSpec(spec).ok())
+          << field << " " << value << ": " << NormalizeSpec(spec).status();
     }
     for (const int64_t value : bad) {
       SessionSpec spec = SmallSpec();
@@ -65,7 +66,7 @@ TEST_F(ReservationTest, ChecksTheBoundsOfEveryField) {
     }
   };
   const int64_t kHuge = INT64_MAX, kLow = INT64_MIN;
-#define FIELD(name) #name, [](SessionSpec& spec, int64_t value) { spec.name = value; }
+#define FIELD(name) #name, [](SessionSpec & spec, int64_t value) { spec.name = value; }
   check(FIELD(num_layers), {1, 1024}, {0, -1, 1025, kHuge, kLow});
   check(FIELD(num_query_heads), {2, 6, 1024}, {0, -2, 1, 3, 1025, kHuge, kLow});
   check(FIELD(num_kv_heads), {1, 2, 4}, {0, -1, 257, kHuge, kLow});
@@ -82,10 +83,13 @@ TEST_F(ReservationTest, ChecksTheBoundsOfEveryField) {
         {0, 1000, 24 * 3600 * 1000}, {-1, 999, 24 * 3600 * 1000 + 1});
   check("retention", [](SessionSpec& spec, int64_t s) { spec.retention = absl::Seconds(s); },
         {0, 1, 30 * 24 * 3600}, {-1, 30 * 24 * 3600 + 1});
-  check("name", [](SessionSpec& spec, int64_t n) { spec.name = std::string(n, 'x'); }, {0, 1, 128}, {129});
+  check("name", [](SessionSpec& spec, int64_t n) { spec.name = std::string(n, 'x'); }, {0, 1, 128},
+        {129});
   check("model_fingerprint",
-        [](SessionSpec& spec, int64_t n) { spec.model_fingerprint = std::string(n, '\0'); }, {0, 256}, {257});
-  check("kv_dtype", [](SessionSpec& spec, int64_t n) { spec.kv_dtype = static_cast<DType>(n); }, {0, 1}, {2});
+        [](SessionSpec& spec, int64_t n) { spec.model_fingerprint = std::string(n, '\0'); },
+        {0, 256}, {257});
+  check("kv_dtype", [](SessionSpec& spec, int64_t n) { spec.kv_dtype = static_cast<DType>(n); },
+        {0, 1}, {2});
   const std::string names[] = {"a b", "a\n", std::string("a\0b", 3), "ä", "a*", "\"", "a;b"};
   for (const std::string& name : names) {
     SessionSpec spec = SmallSpec();
@@ -114,8 +118,9 @@ TEST_F(ReservationTest, ItemsAreNamedWithTheirFormulasAndSumUp) {
   Open(SmallSpec());
   const MemoryItem a_g = Item("a_g");
   EXPECT_EQ(a_g.reserved_bytes, int64_t{2} * 64 * 2 * 4 * 8 * 2);
-  EXPECT_EQ(a_g.formula,
-            "num_layers 2 x max_blocks 64 x num_kv_heads 2 x block_tokens 4 x rank 8 x 2 bytes = 16384");
+  EXPECT_EQ(
+      a_g.formula,
+      "num_layers 2 x max_blocks 64 x num_kv_heads 2 x block_tokens 4 x rank 8 x 2 bytes = 16384");
   EXPECT_EQ(Item("projection").reserved_bytes, 32 * 8 * 2);
   EXPECT_EQ(Item("running_state").reserved_bytes, 16 * 4 * (32 * 2 + (32 + 3) * 4));
   int64_t total = 0;
@@ -144,7 +149,8 @@ TEST_F(ReservationTest, TheLargestValidSpecIsRefusedByTheBudgetOrByTheMachine) {
   EXPECT_EQ(MetaOf(budget, "fits_rank"), "");
   EXPECT_EQ(MetaOf(budget, "fits_hbm_budget_bytes"), "") << "beyond the machine";
   MakeManager({.hbm_budget_bytes = INT64_MAX, .host_budget_bytes = 1 << 20});
-  EXPECT_REASON(manager_->Open(Extreme()).status(), StatusCode::kResourceExhausted, "DEVICE_MEMORY");
+  EXPECT_REASON(manager_->Open(Extreme()).status(), StatusCode::kResourceExhausted,
+                "DEVICE_MEMORY");
   EXPECT_EQ(DeviceBytes(), 0);
 }
 
@@ -152,13 +158,15 @@ TEST_F(ReservationTest, WhateverTheMachineRefusesNothingStaysReserved) {
   // A_g, P, split and score workspace: each in turn.
   for (int64_t allowed = 0; allowed < 4; ++allowed) {
     device_->reserves_left = allowed;
-    EXPECT_REASON(manager_->Open(SmallSpec()).status(), StatusCode::kResourceExhausted, "DEVICE_MEMORY");
+    EXPECT_REASON(manager_->Open(SmallSpec()).status(), StatusCode::kResourceExhausted,
+                  "DEVICE_MEMORY");
     EXPECT_EQ(DeviceBytes(), 0);
   }
   device_->reserves_left = 1000;
   for (int64_t allowed = 0; allowed < 3; ++allowed) {
     device_->commits_left = allowed;
-    EXPECT_REASON(manager_->Open(SmallSpec()).status(), StatusCode::kResourceExhausted, "DEVICE_MEMORY");
+    EXPECT_REASON(manager_->Open(SmallSpec()).status(), StatusCode::kResourceExhausted,
+                  "DEVICE_MEMORY");
     EXPECT_EQ(DeviceBytes(), 0);
   }
   device_->commits_left = 1000;
@@ -186,15 +194,17 @@ TEST_F(ReservationTest, EachSettingThatWouldFitDoesAndOneMoreDoesNot) {
     EXPECT_EQ(MetaInt(status, "budget_bytes"), 40'000'000);
     EXPECT_EQ(MetaInt(status, "free_bytes"), 38'000'000 - used_bytes) << "5 % stays free";
     EXPECT_EQ(MetaOf(status, "a_g_formula"),
-              "num_layers 20 x max_blocks 5000 x num_kv_heads 2 x block_tokens 4 x rank 32 x 2 bytes = 51200000");
+              "num_layers 20 x max_blocks 5000 x num_kv_heads 2 x block_tokens 4 x rank 32 x 2 "
+              "bytes = 51200000");
     EXPECT_EQ(MetaInt(status, "item_a_g"), 51'200'000);
     EXPECT_THAT(std::string(status.message()), HasSubstr(MetaOf(status, "a_g_formula")));
 
     const int64_t rank = MetaInt(status, "fits_rank");
     const int64_t max_blocks = MetaInt(status, "fits_max_blocks");
     const int64_t budget = MetaInt(status, "fits_hbm_budget_bytes");
-    EXPECT_THAT(std::string(status.message()), HasSubstr(absl::StrCat("rank ", rank, ", max_blocks ", max_blocks,
-                                                                      ", --hbm_budget_bytes=", budget)));
+    EXPECT_THAT(std::string(status.message()),
+                HasSubstr(absl::StrCat("rank ", rank, ", max_blocks ", max_blocks,
+                                       ", --hbm_budget_bytes=", budget)));
     SessionSpec other = spec;
     for (const bool more : {false, true}) {
       other.rank = rank + more;

@@ -52,8 +52,8 @@ class Score : public SessionFixture {
       double top = -INFINITY, total = 0;
       for (size_t b = 0; b < n; ++b) {
         for (uint32_t t = 0; keys.predicted[b] && t < keys.valid_tokens[b]; ++t) {
-          const uint16_t* row = &keys.rows[((b * spec.num_kv_heads + h / group) * spec.block_tokens + t) *
-                                           spec.rank];
+          const uint16_t* row =
+              &keys.rows[((b * spec.num_kv_heads + h / group) * spec.block_tokens + t) * spec.rank];
           double dot = 0;
           for (int64_t r = 0; r < spec.rank; ++r) dot += query[r] * FloatFromBf16(row[r]);
           logits[b].push_back(dot);
@@ -68,7 +68,8 @@ class Score : public SessionFixture {
           if (kind == ScoreKind::kMaxDot) {
             scores[b] = std::max(scores[b], dot);
           } else {
-            scores[b] += std::exp(dot * scale - top) / total / static_cast<double>(spec.num_query_heads);
+            scores[b] +=
+                std::exp(dot * scale - top) / total / static_cast<double>(spec.num_query_heads);
           }
         }
       }
@@ -86,7 +87,8 @@ class Score : public SessionFixture {
         EXPECT_EQ(call_.scores[i], -INFINITY) << "never a made-up score";
       } else {
         EXPECT_EQ(call_.predicted[i], 1) << i;
-        EXPECT_NEAR(call_.scores[i], expected[i], std::max(1e-6, std::abs(expected[i]) * 1e-4)) << i;
+        EXPECT_NEAR(call_.scores[i], expected[i], std::max(1e-6, std::abs(expected[i]) * 1e-4))
+            << i;
       }
     }
   }
@@ -178,7 +180,8 @@ TEST_F(Score, AppendedTokensCountAndTheirKeysAreProjected) {
   ASSERT_TRUE(Put(0, 1, 0, {0, 1}).ok());
   for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{2, 3}, {3, 6}, {6, 7}}) {
     const Tokens step = Slice(tokens, begin, end);
-    ASSERT_TRUE(Step(0, Seq(0, static_cast<uint32_t>(end - begin), end), RandomQ(end - begin), &step).ok());
+    ASSERT_TRUE(
+        Step(0, Seq(0, static_cast<uint32_t>(end - begin), end), RandomQ(end - begin), &step).ok());
     ASSERT_TRUE(SessionFixture::call_.sequence_status[0].ok());
   }
   const ProjectedKeys keys = *ReadProjected(0, {0, 1});

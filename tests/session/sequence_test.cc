@@ -18,7 +18,8 @@ class Sequence : public SessionFixture {
   }
   std::vector<uint32_t> Table(uint32_t id) const {
     const auto found = session_->ListSequences(id, 1);
-    return found.empty() || found[0].sequence_id != id ? std::vector<uint32_t>() : found[0].block_ids;
+    return found.empty() || found[0].sequence_id != id ? std::vector<uint32_t>()
+                                                       : found[0].block_ids;
   }
   uint64_t Generation(uint32_t id) const { return session_->ListSequences(id, 1)[0].generation; }
   absl::StatusOr<int64_t> Release(const std::vector<uint32_t>& ids, bool drop_blocks) {
@@ -234,7 +235,14 @@ TEST_F(Sequence, TruncateCutsTheTailInEveryLayerButNotASharedBlock) {
   EXPECT_EQ(Describe(0, 2).num_tables, 0u);
   EXPECT_EQ(Describe(0, 3).state, BlockState::kAbsent);
   EXPECT_EQ(session_->ListSequences(0, 1)[0].tokens, 6);
-  EXPECT_EQ(*session_->TruncateSequence(0, 2, 1), 2u) << "a repeat of this generation";
+  EXPECT_EQ(*session_->TruncateSequence(0, 2, 6), 2u) << "the same request again";
+  EXPECT_REASON(session_->TruncateSequence(0, 2, 1).status(), StatusCode::kAborted,
+                "STALE_GENERATION");
+  ASSERT_TRUE(Put(1, 7, 0, {}).ok());
+  EXPECT_REASON(session_->TruncateSequence(1, 7, 0).status(), StatusCode::kAborted,
+                "STALE_GENERATION")
+      << "the sequence's own generation, and no truncation made it";
+  ASSERT_TRUE(session_->ReleaseSequence(std::vector<uint32_t>{1}, false).ok());
   ASSERT_TRUE(session_->ForkSequence(0, 2, 1, 1, 0).ok());
   EXPECT_EQ(*session_->TruncateSequence(1, 2, 5), 2u);
   EXPECT_EQ(Describe(0, 1).valid_tokens, 2u) << "shared: cut for one, not for the other";
@@ -269,7 +277,8 @@ TEST_F(Sequence, DropIsAllOrNothing) {
   const absl::Status in_table = Drop({0}, {0, 1}).status();
   EXPECT_REASON(in_table, StatusCode::kFailedPrecondition, "BLOCK_IN_TABLE");
   EXPECT_EQ(MetaOf(in_table, "block_id"), "1");
-  EXPECT_REASON(Drop({0}, {0, 1}, true).status(), StatusCode::kFailedPrecondition, "BLOCK_IN_TABLE");
+  EXPECT_REASON(Drop({0}, {0, 1}, true).status(), StatusCode::kFailedPrecondition,
+                "BLOCK_IN_TABLE");
   const absl::Status missing = Drop({}, {0, 2}).status();
   EXPECT_REASON(missing, StatusCode::kNotFound, "BLOCK_NOT_FOUND");
   EXPECT_EQ(MetaOf(missing, "block_id"), "2");

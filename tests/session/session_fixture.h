@@ -53,7 +53,10 @@ class Waitable : public C {
 using Bits = std::vector<uint16_t>;  // BF16
 
 inline TensorView View(const Bits& bits) {
-  return {reinterpret_cast<const std::byte*>(bits.data()), std::ssize(bits) * 2, true, DType::kBf16,
+  return {reinterpret_cast<const std::byte*>(bits.data()),
+          std::ssize(bits) * 2,
+          true,
+          DType::kBf16,
           {}};
 }
 
@@ -189,8 +192,8 @@ class SessionFixture : public ::testing::Test {
     std::vector<OffloadBlock> blocks;
     for (int64_t i = 0; i < num_blocks; ++i) {
       const int64_t valid = std::min(spec.block_tokens, num_tokens - i * spec.block_tokens);
-      blocks.push_back({layer, first_block + static_cast<uint32_t>(i),
-                        static_cast<uint32_t>(valid), ""});
+      blocks.push_back(
+          {layer, first_block + static_cast<uint32_t>(i), static_cast<uint32_t>(valid), ""});
     }
     return OffloadBlocks(blocks, padded, predict);
   }
@@ -259,7 +262,8 @@ class SessionFixture : public ::testing::Test {
     }
     return projected;
   }
-  // A_g of one block within 1 ulp of the float64 projection of its first `valid` tokens, zero behind them.
+  // A_g of one block within 1 ulp of the float64 projection of its first `valid` tokens, zero
+  // behind them.
   void ExpectProjected(const ProjectedKeys& keys, int64_t index, const uint16_t* k,
                        int64_t valid) const {
     const SessionSpec& spec = session_->spec();
@@ -290,7 +294,8 @@ class SessionFixture : public ::testing::Test {
             Bits(tokens.v.begin() + begin * row, tokens.v.begin() + end * row)};
   }
   BlockInfo Describe(uint32_t layer, uint32_t block_id) const {
-    auto info = session_->DescribeBlocks({absl::MakeConstSpan(&layer, 1), absl::MakeConstSpan(&block_id, 1)});
+    auto info = session_->DescribeBlocks(
+        {absl::MakeConstSpan(&layer, 1), absl::MakeConstSpan(&block_id, 1)});
     EXPECT_TRUE(info.ok()) << info.status();
     return info.ok() ? (*info)[0] : BlockInfo();
   }
@@ -358,7 +363,8 @@ class SessionFixture : public ::testing::Test {
       for (int64_t t = 0; t < context; ++t) {
         const uint16_t* key = &tokens.k[(t * spec.num_kv_heads + h / group) * d];
         double dot = 0;
-        for (int64_t i = 0; i < d; ++i) dot += double{FloatFromBf16(query[i])} * FloatFromBf16(key[i]);
+        for (int64_t i = 0; i < d; ++i)
+          dot += double{FloatFromBf16(query[i])} * FloatFromBf16(key[i]);
         logits[t] = dot / std::sqrt(static_cast<double>(d));
         top = std::max(top, logits[t]);
       }

@@ -130,7 +130,8 @@ TEST_F(Tile, RandomSplitsEqualTheFusedStep) {
       std::vector<uint32_t> last(5);
       for (int row = 0; row < 5; ++row) {
         const int64_t blocks = (contexts[row] + 3) / 4;
-        const int64_t take = std::min<int64_t>(blocks - done[row], static_cast<int64_t>(random_() % 98));
+        const int64_t take =
+            std::min<int64_t>(blocks - done[row], static_cast<int64_t>(random_() % 98));
         ids[row] = Ids(static_cast<uint32_t>(done[row]), static_cast<uint32_t>(take));
         done[row] += take;
         if (done[row] == blocks) last[row] = static_cast<uint32_t>((contexts[row] - 1) % 4 + 1);
@@ -160,7 +161,9 @@ TEST_F(Tile, StatesMergedByHandEqualTheWhole) {
   std::vector<State> parts;
   finalize_.return_state = true;
   // Row 1 has nothing in the first part: the empty state.
-  for (const auto& rows : {std::vector<IdList>{{0, 1, 2}, {}}, {{3, 4}, {0, 1, 2, 3, 4}}, {{5, 6, 7, 8, 9}, {5, 6, 7, 8, 9}}}) {
+  for (const auto& rows : {std::vector<IdList>{{0, 1, 2}, {}},
+                           {{3, 4}, {0, 1, 2, 3, 4}},
+                           {{5, 6, 7, 8, 9}, {5, 6, 7, 8, 9}}}) {
     const auto run = Begin(0, q);
     ASSERT_TRUE(*Step(*run, 0, rows));
     ASSERT_TRUE(Finalize(*run).ok());
@@ -183,7 +186,8 @@ TEST_F(Tile, StatesMergedByHandEqualTheWhole) {
       merged[i * 32 + d] = Bf16FromDouble(o / l);
     }
   }
-  const auto bytes = absl::MakeConstSpan(reinterpret_cast<const std::byte*>(merged.data()), merged.size() * 2);
+  const auto bytes =
+      absl::MakeConstSpan(reinterpret_cast<const std::byte*>(merged.data()), merged.size() * 2);
   for (int row = 0; row < 2; ++row) ExpectNear(bytes, row, Reference(q, row, tokens, 40));
 }
 
@@ -277,6 +281,9 @@ TEST_F(Tile, RunsAndTheirRowsAreBounded) {
   EXPECT_TRUE(Abort(runs[0]).ok());
   EXPECT_TRUE(Abort(runs[0]).ok()) << "aborting is repeatable";
   EXPECT_REASON(Step(runs[0], 0, {{}}).status(), StatusCode::kNotFound, "RUN_NOT_FOUND");
+  const absl::Status never = Begin(0, RandomQ(17)).status();
+  EXPECT_REASON(never, StatusCode::kInvalidArgument, "INVALID_FIELD");
+  EXPECT_EQ(MetaOf(never, "field"), "q.shape");
   // 2 x max_sequences = 16 rows in all; two are open.
   EXPECT_REASON(Begin(0, RandomQ(15)).status(), StatusCode::kResourceExhausted, "TOO_MANY_RUNS");
   const auto large = Begin(0, RandomQ(14));

@@ -19,19 +19,19 @@ TestDevice& SharedDevice() {
 }
 
 INSTANTIATE_TEST_SUITE_P(HostSlotStore, SlotStoreConformance,
-                         ::testing::Values(
-                             SlotStoreMaker{[](int64_t budget_bytes) {
-                                              return std::make_unique<HostSlotStore>(
-                                                  HostSlotStoreOptions{budget_bytes, 64 << 10},
-                                                  &SharedDevice());
-                                            },
-                                            "HOST_MEMORY"},
-                             SlotStoreMaker{[](int64_t budget_bytes) {
-                                              return std::make_unique<HostSlotStore>(
-                                                  HostSlotStoreOptions{budget_bytes},
-                                                  &SharedDevice());
-                                            },
-                                            "HOST_MEMORY"}));
+                         ::testing::Values(SlotStoreMaker{[](int64_t budget_bytes) {
+                                                            return std::make_unique<HostSlotStore>(
+                                                                HostSlotStoreOptions{budget_bytes,
+                                                                                     64 << 10},
+                                                                &SharedDevice());
+                                                          },
+                                                          "HOST_MEMORY"},
+                                           SlotStoreMaker{[](int64_t budget_bytes) {
+                                                            return std::make_unique<HostSlotStore>(
+                                                                HostSlotStoreOptions{budget_bytes},
+                                                                &SharedDevice());
+                                                          },
+                                                          "HOST_MEMORY"}));
 
 TEST(Budget, TakesWhatFitsAndNothingMore) {
   Budget budget(100);

@@ -60,7 +60,8 @@ TEST_P(SlotStoreConformance, NothingIsNothing) {
   EXPECT_EQ(store->used_bytes(), 0);
 }
 
-// Slots of many strides come and go; none overlaps another, and each keeps what was written into it.
+// Slots of many strides come and go; none overlaps another, and each keeps what was written into
+// it.
 TEST_P(SlotStoreConformance, SlotsAreDisjointAlignedAndKeepTheirBytes) {
   const auto store = GetParam().make(int64_t{8} << 20);
   const int64_t sizes[] = {64, 4096, 4160, 65536, 262144};

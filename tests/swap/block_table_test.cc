@@ -231,12 +231,13 @@ TEST_F(BlockTableTest, RoomIsTheSessionsBudgetOrTheStores) {
   EXPECT_EQ(table_->max_free_slots(), (int64_t{1} << 30) / 8192);
 }
 
-// Entries, the store's and the pool's own bookkeeping; slots and rows are never touched, so they cost nothing here.
+// Entries, the store's and the pool's own bookkeeping; slots and rows are never touched, so they
+// cost nothing here.
 TEST_F(BlockTableTest, BookkeepingIsAtMost96BytesABlock) {
   if (!ResidentBytesAreOurs()) GTEST_SKIP() << "resident memory is the sanitizer's";
   constexpr int64_t kBlocks = 100'000;
-  for (const auto& [num_layers, max_blocks] : {std::pair<int64_t, int64_t>{1, kBlocks}, {32, 3125},
-                                               {100, 100'000}}) {
+  for (const auto& [num_layers, max_blocks] :
+       {std::pair<int64_t, int64_t>{1, kBlocks}, {32, 3125}, {100, 100'000}}) {
     Make(num_layers, max_blocks);
     const int64_t before = ResidentBytes();
     for (int64_t layer = 0; layer < num_layers; ++layer) {
@@ -249,8 +250,8 @@ TEST_F(BlockTableTest, BookkeepingIsAtMost96BytesABlock) {
       for (int64_t id = 0; id < kBlocks / num_layers; ++id) Store(layer, id);
     }
     const double replaced = static_cast<double>(ResidentBytes() - before) / kBlocks;
-    std::printf("%ld layers x %ld of %ld ids: %.1f bytes a block; all replaced once: %.1f\n", num_layers,
-                kBlocks / num_layers, max_blocks, stored, replaced);
+    std::printf("%ld layers x %ld of %ld ids: %.1f bytes a block; all replaced once: %.1f\n",
+                num_layers, kBlocks / num_layers, max_blocks, stored, replaced);
     EXPECT_LE(stored, 96);
     EXPECT_LE(replaced, 96);
     table_.reset();

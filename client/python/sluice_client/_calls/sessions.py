@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 
 import numpy.typing as npt
@@ -12,7 +13,8 @@ from .._tensors import numpy_dtype, wire_dtype
 from ..types import BFLOAT16, CloseMode, MemoryItem, SessionHandle, SessionInfo, SessionSpec, SessionState
 from .call import BoundSession, Call, PagedCall, duration, methods, seconds, time
 
-# A lost reply to an OpenSession without a name leaves a session behind, a closed session is not found any more.
+# A closed session is not found any more. An OpenSession is repeatable where it has a name: without one, a lost reply
+# leaves a session behind.
 METHODS = methods(session_pb2.DESCRIPTOR, "SessionService", once=("OpenSession", "CloseSession"))
 
 
@@ -123,7 +125,7 @@ def open_session(
         retention=None if retention_s is None else duration(retention_s),
     )
     return Call(
-        METHODS["OpenSession"],
+        dataclasses.replace(METHODS["OpenSession"], repeatable=name != ""),
         session_pb2.OpenSessionRequest(spec=spec),
         lambda reply: (_session_info(reply.session), reply.attached),
         timeout_s,
