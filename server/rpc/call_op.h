@@ -17,6 +17,9 @@ inline constexpr int64_t kReplyOverheadBytes = 512;
 template <typename CallType>
 class CallOp : public CallType {
  public:
+  // Whether the object is used again for later calls.
+  static constexpr bool kKept = true;
+
   void Run(Session& session) { session.Submit(this); }
   void SetDeadline(absl::Time deadline) { this->deadline = deadline; }
   void CancelRun() { this->Cancel(); }

@@ -18,6 +18,7 @@ class OffloadOp : public OffloadCall {
  public:
   using Request = v1::OffloadBlocksRequest;
   using Response = v1::OffloadBlocksResponse;
+  static constexpr bool kKept = true;
 
   // Keeps views of the request.
   [[nodiscard]] absl::Status Parse(const Request& request, const Session& session,

@@ -7,6 +7,7 @@
 //
 //   struct Op : DecodeCall {
 //     using Request = ...; using Response = ...;
+//     static constexpr bool kKept = true;          // used again for later calls
 //     absl::Status Parse(const Request& request, const Session& session, const Admission& admission);
 //     void Run(Session& session);                  // Submit; Done() follows
 //     void SetDeadline(absl::Time deadline);
@@ -14,7 +15,7 @@
 //     absl::Status Reply(const Session& session, Response* response);  // after Done with an OK status
 //   };
 //
-// Calls with their messages are kept and used again, so that a call no larger than one before allocates nothing here.
+// Where kKept is set, calls with their messages are kept and used again, so that a call no larger than one before allocates nothing here.
 
 #ifndef SERVER_RPC_SUBMIT_RPC_H_
 #define SERVER_RPC_SUBMIT_RPC_H_
@@ -121,7 +122,7 @@ class SubmitRpc {
       reactor_.reset();
       std::unique_ptr<Flight> self(this);
       const int64_t reply_size_bytes = response_.GetCachedSize();
-      if (request_size_bytes_ <= kMaxKeptBytes && reply_size_bytes <= kMaxKeptBytes) {
+      if (Op::kKept && request_size_bytes_ <= kMaxKeptBytes && reply_size_bytes <= kMaxKeptBytes) {
         owner_.flights_.Give(std::move(self));
       }
     }

@@ -1,5 +1,6 @@
 #include "server/rpc/tile_ops.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -51,11 +52,13 @@ absl::Status StepTileOp::Reply(const Session&, Response* response) {
 }
 
 absl::Status FinalizeTilesOp::Parse(const Request& request, const Session& session,
-                                    const Admission&) {
+                                    const Admission& admission) {
   run_id = request.run_id();
   SLUICE_RETURN_IF_ERROR(ParseOutput(request.output(), session, &out_dtype));
   return_lse = request.output().return_lse();
   return_state = request.return_state();
+  max_result_bytes =
+      std::max<int64_t>(1, admission.max_message_bytes() - 4 * kReplyOverheadBytes);
   return absl::OkStatus();
 }
 

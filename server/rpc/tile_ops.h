@@ -19,6 +19,9 @@ class BeginTilesOp : public CallOp<BeginTilesCall> {
   using Request = v1::BeginTilesRequest;
   using Response = v1::BeginTilesResponse;
 
+  // Not kept: such a call may hold on to its run's memory until it is gone.
+  static constexpr bool kKept = false;
+
   [[nodiscard]] absl::Status Parse(const Request& request, const Session& session,
                                    const Admission& admission);
   [[nodiscard]] absl::Status Reply(const Session& session, Response* response);
@@ -28,6 +31,9 @@ class StepTileOp : public CallOp<StepTileCall> {
  public:
   using Request = v1::StepTileRequest;
   using Response = v1::StepTileResponse;
+
+  // Not kept: such a call may hold on to its run's memory until it is gone.
+  static constexpr bool kKept = false;
 
   [[nodiscard]] absl::Status Parse(const Request& request, const Session& session,
                                    const Admission& admission);
@@ -42,6 +48,9 @@ class FinalizeTilesOp : public CallOp<FinalizeTilesCall> {
   using Request = v1::FinalizeTilesRequest;
   using Response = v1::FinalizeTilesResponse;
 
+  // Not kept: such a call may hold on to its run's memory until it is gone.
+  static constexpr bool kKept = false;
+
   [[nodiscard]] absl::Status Parse(const Request& request, const Session& session,
                                    const Admission& admission);
   [[nodiscard]] absl::Status Reply(const Session& session, Response* response);
@@ -51,6 +60,9 @@ class AbortTilesOp : public CallOp<AbortTilesCall> {
  public:
   using Request = v1::AbortTilesRequest;
   using Response = v1::AbortTilesResponse;
+
+  // Not kept: such a call may hold on to its run's memory until it is gone.
+  static constexpr bool kKept = false;
 
   [[nodiscard]] absl::Status Parse(const Request& request, const Session& session,
                                    const Admission& admission);

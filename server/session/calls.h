@@ -199,6 +199,8 @@ class FinalizeTilesCall : public Call {
   DType out_dtype = DType::kBf16;
   bool return_lse = false;
   bool return_state = false;
+  // Results of more bytes are refused, and the run stays. 0: no limit.
+  int64_t max_result_bytes = 0;
 
   // Result, in the call's own memory.
   int64_t rows = 0;

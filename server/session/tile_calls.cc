@@ -238,6 +238,18 @@ absl::Status FinalizeTilesCall::Start(SessionImpl& session) {
   rows = run.num_rows;
   const int64_t row_heads = rows * spec.num_query_heads;
   const int64_t out_bytes = row_heads * spec.head_dim * DTypeBytes(out_dtype);
+  const int64_t result_bytes = out_bytes + (return_lse ? row_heads * 4 : 0) +
+                               (return_state ? row_heads * (spec.head_dim + 2) * 4 : 0);
+  if (max_result_bytes > 0 && result_bytes > max_result_bytes) {
+    work_->run.reset();
+    return Error(absl::StatusCode::kResourceExhausted, Reason::kMessageTooLarge,
+                 absl::StrCat("the outputs of run ", run_id, " have ", result_bytes,
+                              " bytes; at most ", max_result_bytes,
+                              " fit a message; ask for less, or use runs of fewer rows"))
+        .Meta("message", "reply")
+        .Meta("size_bytes", result_bytes)
+        .Meta("limit_bytes", max_result_bytes);
+  }
   Staging& staging = internal_->staging;
   staging.Begin();
   const int64_t out_offset = staging.Add(out_bytes);

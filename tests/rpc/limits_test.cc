@@ -117,6 +117,35 @@ TEST(MessageLimit, RepliesThatWouldBeTooLargeAreRefusedBeforeTheyAreComputed) {
   ExpectRefused(status, StatusCode::RESOURCE_EXHAUSTED, Reason::kMessageTooLarge);
 }
 
+TEST(MessageLimit, OutputsOfATileRunThatAreTooLargeLeaveTheRun) {
+  Daemon daemon(DaemonOptions().MaxMessageBytes(kMaxMessageBytes));
+  Model model(SmallSpec("a"), daemon.Open("a"));
+  v1::BeginTilesRequest begin;
+  *begin.mutable_session() = model.handle;
+  *begin.mutable_q() = model.RandomTensor({16, 4, 32});
+  v1::BeginTilesResponse run;
+  ASSERT_TRUE(Invoke(*daemon.attention, &Attention::BeginTiles, begin, &run).ok());
+  v1::FinalizeTilesRequest finalize;
+  *finalize.mutable_session() = model.handle;
+  finalize.set_run_id(run.run_id());
+  v1::FinalizeTilesResponse result;
+  EXPECT_TRUE(Invoke(*daemon.attention, &Attention::FinalizeTiles, finalize, &result).ok());
+
+  *begin.mutable_q() = model.RandomTensor({200, 4, 32});
+  v1::SessionSpec spec = SmallSpec("b");
+  spec.set_max_sequences(512);
+  *begin.mutable_session() = daemon.Open(spec);
+  *finalize.mutable_session() = begin.session();
+  const grpc::Status begun = Invoke(*daemon.attention, &Attention::BeginTiles, begin, &run);
+  ASSERT_TRUE(begun.ok()) << begun.error_message();
+  finalize.set_run_id(run.run_id());
+  finalize.set_return_state(true);
+  ExpectRefused(Invoke(*daemon.attention, &Attention::FinalizeTiles, finalize, &result),
+                StatusCode::RESOURCE_EXHAUSTED, Reason::kMessageTooLarge);
+  finalize.set_return_state(false);
+  EXPECT_TRUE(Invoke(*daemon.attention, &Attention::FinalizeTiles, finalize, &result).ok());
+}
+
 TEST(MessageLimit, ARequestThatIsNoneIsAnInvalidArgument) {
   Daemon daemon;
   const std::shared_ptr<grpc::Channel> channel = daemon.NewChannel();

@@ -49,10 +49,9 @@ v1::Tensor Model::RandomTensor(std::vector<int64_t> shape) {
     tensor.add_shape(extent);
     elements *= extent;
   }
-  std::normal_distribution<float> normal;
   std::string data(static_cast<size_t>(elements) * 2, '\0');
   for (int64_t i = 0; i < elements; ++i) {
-    const uint16_t bits = ToBf16(normal(random));
+    const uint16_t bits = ToBf16(static_cast<double>(random()) / (1 << 30) - 2);
     std::memcpy(data.data() + 2 * i, &bits, 2);
   }
   tensor.set_data(std::move(data));

@@ -1,7 +1,7 @@
 // What the daemon adds to a DecodeStep: its p50, less that of an echo of the same bytes over the same gRPC, less the
 // time on the device. Prints one JSON line for each shape:
 //
-//   bazel run -c opt //tests/rpc:step_latency
+//   bazel run //tests/rpc:step_latency
 
 #include <algorithm>
 #include <cstdint>

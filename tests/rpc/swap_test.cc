@@ -119,13 +119,12 @@ TEST_F(SwapTest, ASlowReaderHoldsNoBlock) {
   Model large(spec, daemon.Open(spec));
   v1::FetchBlocksRequest request;
   *request.mutable_session() = large.handle;
-  for (uint32_t first = 0; first < 512; first += 128) {
-    std::vector<uint32_t> ids;
-    for (uint32_t id = first; id < first + 128; ++id) {
-      ids.push_back(id);
-      request.mutable_blocks()->add_block_ids(id);
-    }
-    Store(large.Offload(0, ids));
+  std::vector<uint32_t> ids(32);
+  v1::OffloadBlocksRequest offload = large.Offload(0, ids);
+  for (uint32_t id = 0; id < 512; ++id) {
+    offload.mutable_blocks(static_cast<int>(id % ids.size()))->set_block_id(id);
+    request.mutable_blocks()->add_block_ids(id);
+    if (id % ids.size() == ids.size() - 1) Store(offload);
   }
   grpc::ClientContext context;
   const auto reader = daemon.swap->FetchBlocks(&context, request);
