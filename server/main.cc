@@ -1,4 +1,5 @@
-// sluiced: reads its flags, wires device, sessions and server together, and serves until it is told to end.
+// sluiced: reads its flags, wires device, sessions and server together, and serves until it is told
+// to end.
 
 #include <pthread.h>
 #include <signal.h>
@@ -64,9 +65,8 @@ absl::Status Serve(const DaemonOptions& options, const sigset_t& end_signals) {
                           CreateCpuDevice({.num_threads = options.cpu.num_threads}));
   SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<SessionManager> manager,
                           SessionManager::Create(ManagerOptions(options), device.get()));
-  SLUICE_ASSIGN_OR_RETURN(
-      const std::unique_ptr<RpcServer> server,
-      RpcServer::Start(ServerOptions(options, device->info()), manager.get()));
+  SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<RpcServer> server,
+                          RpcServer::Start(ServerOptions(options, device->info()), manager.get()));
   SLUICE_RETURN_IF_ERROR(WritePortFile(options.listen.port_file, server->port()));
   LogInfo("serving", {{"version", kVersion},
                       {"listen_address", options.listen.listen_address},
@@ -78,8 +78,8 @@ absl::Status Serve(const DaemonOptions& options, const sigset_t& end_signals) {
                       {"host_budget_bytes", manager->options().host_budget_bytes}});
   int signal = 0;
   sigwait(&end_signals, &signal);
-  LogInfo("shutting down", {{"signal", signal},
-                            {"grace_ms", absl::ToInt64Milliseconds(options.shutdown_grace)}});
+  LogInfo("shutting down",
+          {{"signal", signal}, {"grace_ms", absl::ToInt64Milliseconds(options.shutdown_grace)}});
   server->Shutdown(options.shutdown_grace);
   manager->Shutdown();
   LogInfo("bye");

@@ -151,8 +151,7 @@ std::string FormatLogLine(LogFormat format, absl::string_view message, LogFields
 
 void Log(LogLevel level, absl::string_view message, LogFields fields) {
   if (level == LogLevel::kOff || !LogEnabled(level)) return;
-  Logger().log(ToSpdlog(level),
-               spdlog::string_view_t(FormatLogLine(Format(), message, fields)));
+  Logger().log(ToSpdlog(level), spdlog::string_view_t(FormatLogLine(Format(), message, fields)));
 }
 
 }  // namespace sluice

@@ -1,11 +1,13 @@
-// The daemon's log: a message for people and fields for machines, as text or as JSON lines, to standard error.
+// The daemon's log: a message for people and fields for machines, as text or as JSON lines, to
+// standard error.
 //
 //   LogInfo("session opened", {{"session", name}, {"epoch", epoch}});
 //   -> 2026-01-31T12:00:00.123Z info session opened session=a epoch=1
-//   -> {"time":"2026-01-31T12:00:00.123Z","level":"info","message":"session opened","session":"a","epoch":1}
+//   -> {"time":"2026-01-31T12:00:00.123Z","level":"info","message":"session
+//   opened","session":"a","epoch":1}
 //
-// Messages are constant; what varies goes into fields, whose keys are lower_snake_case. Fields of a line that is below
-// the level cost their making: ask LogEnabled first on a path that is hot.
+// Messages are constant; what varies goes into fields, whose keys are lower_snake_case. Fields of a
+// line that is below the level cost their making: ask LogEnabled first on a path that is hot.
 //
 // Threads: everything here is safe to call from any thread.
 

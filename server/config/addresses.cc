@@ -38,9 +38,9 @@ bool CanWriteTo(const std::string& folder) { return access(folder.c_str(), W_OK 
 absl::Status CheckListenAddress(absl::string_view address, bool insecure) {
   if (address.empty()) return absl::OkStatus();
   const auto bad = [&] {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "--listen_address is '", address,
-        "'; allowed: HOST:PORT with a port of 0..65535, an IPv6 host in brackets"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("--listen_address is '", address,
+                     "'; allowed: HOST:PORT with a port of 0..65535, an IPv6 host in brackets"));
   };
   const size_t colon = address.rfind(':');
   if (colon == absl::string_view::npos || colon == 0) return bad();
@@ -74,9 +74,8 @@ absl::StatusOr<std::string> DefaultUnixSocket() {
   const std::string folder = absl::StrCat("/tmp/sluice-", geteuid());
   struct stat info;
   if (!MakeFolder(folder, 0700) || lstat(folder.c_str(), &info) != 0) {
-    return absl::FailedPreconditionError(absl::StrCat("the folder ", folder,
-                                                      " for the unix socket cannot be made: ",
-                                                      std::strerror(errno)));
+    return absl::FailedPreconditionError(absl::StrCat(
+        "the folder ", folder, " for the unix socket cannot be made: ", std::strerror(errno)));
   }
   if (!S_ISDIR(info.st_mode) || info.st_uid != geteuid() || (info.st_mode & 022) != 0) {
     return absl::FailedPreconditionError(

@@ -15,9 +15,10 @@
 #include "server/base/version.h"
 #include "server/config/addresses.h"
 
-ABSL_FLAG(std::string, listen_address, "127.0.0.1:7464",
-          "HOST:PORT to serve gRPC on; port 0 takes any free one; empty: no TCP. Any address but "
-          "loopback needs --insecure, since nothing is encrypted and nobody is asked who they are.");
+ABSL_FLAG(
+    std::string, listen_address, "127.0.0.1:7464",
+    "HOST:PORT to serve gRPC on; port 0 takes any free one; empty: no TCP. Any address but "
+    "loopback needs --insecure, since nothing is encrypted and nobody is asked who they are.");
 ABSL_FLAG(bool, insecure, false, "Allow --listen_address to be other than loopback.");
 ABSL_FLAG(std::string, unix_socket, "default",
           "Path of a Unix socket to serve gRPC on, mode 0660; empty: none. default: "
@@ -137,9 +138,9 @@ absl::Status ReadLimits(LimitOptions* limits) {
   limits->max_tile_runs_per_session = absl::GetFlag(FLAGS_max_tile_runs_per_session);
   if (limits->max_message_bytes < kLeastMessageBytes ||
       limits->max_message_bytes > kMostMessageBytes) {
-    return absl::InvalidArgumentError(absl::StrCat("--max_message_bytes is ",
-                                                   limits->max_message_bytes, "; allowed: ",
-                                                   kLeastMessageBytes, "..", kMostMessageBytes));
+    return absl::InvalidArgumentError(
+        absl::StrCat("--max_message_bytes is ", limits->max_message_bytes,
+                     "; allowed: ", kLeastMessageBytes, "..", kMostMessageBytes));
   }
   if (limits->max_inflight_bytes < limits->max_message_bytes) {
     return absl::InvalidArgumentError(
@@ -155,8 +156,7 @@ absl::Status ReadLimits(LimitOptions* limits) {
 absl::Status ReadListen(ListenOptions* listen) {
   listen->listen_address = absl::GetFlag(FLAGS_listen_address);
   listen->port_file = absl::GetFlag(FLAGS_port_file);
-  SLUICE_RETURN_IF_ERROR(
-      CheckListenAddress(listen->listen_address, absl::GetFlag(FLAGS_insecure)));
+  SLUICE_RETURN_IF_ERROR(CheckListenAddress(listen->listen_address, absl::GetFlag(FLAGS_insecure)));
   listen->unix_socket = absl::GetFlag(FLAGS_unix_socket);
   if (listen->unix_socket == "default") {
     SLUICE_ASSIGN_OR_RETURN(listen->unix_socket, DefaultUnixSocket());

@@ -4,8 +4,9 @@
 //   if (line.exit_code.has_value()) { fputs(line.output...); return *line.exit_code; }
 //   ... line.options ...
 //
-// The flags are absl flags, so that other ways of setting them can be added, but they are read from the command line
-// here: a wrong one ends with one clear line and exit code 2, and --help lists the daemon's flags and nothing else.
+// The flags are absl flags, so that other ways of setting them can be added, but they are read from
+// the command line here: a wrong one ends with one clear line and exit code 2, and --help lists the
+// daemon's flags and nothing else.
 
 #ifndef SERVER_CONFIG_FLAGS_H_
 #define SERVER_CONFIG_FLAGS_H_

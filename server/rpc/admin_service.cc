@@ -70,8 +70,7 @@ class AdminServiceImpl final : public Base {
                                      grpc::ByteBuffer* reply_bytes) override {
     return Answer<v1::GetUsageRequest, v1::GetUsageResponse>(
         context_, call, request_bytes, reply_bytes,
-        [this](const v1::GetUsageRequest& request,
-               v1::GetUsageResponse* response) -> absl::Status {
+        [this](const v1::GetUsageRequest& request, v1::GetUsageResponse* response) -> absl::Status {
           if (!request.session_name().empty()) {
             SLUICE_ASSIGN_OR_RETURN(const SessionInfo info,
                                     context_.sessions().Describe(request.session_name()));

@@ -42,8 +42,9 @@ absl::Status Admission::Admit(int64_t request_bytes, Ticket* ticket) {
   if (inflight_bytes > max_inflight_bytes_) {
     Leave(request_bytes);
     return Error(absl::StatusCode::kResourceExhausted, Reason::kInflightBytes,
-                 absl::StrCat("requests of ", inflight_bytes, " bytes would be held at once; at most ",
-                              max_inflight_bytes_, " are allowed (--max_inflight_bytes)"))
+                 absl::StrCat("requests of ", inflight_bytes,
+                              " bytes would be held at once; at most ", max_inflight_bytes_,
+                              " are allowed (--max_inflight_bytes)"))
         .Meta("request_bytes", request_bytes)
         .Meta("inflight_bytes", inflight_bytes - request_bytes)
         .Meta("limit_bytes", max_inflight_bytes_)
@@ -61,7 +62,8 @@ absl::Status Admission::CheckReply(int64_t reply_bytes) const {
 
 void Admission::Leave(int64_t bytes) {
   inflight_bytes_.fetch_sub(bytes);
-  // Not under the lock, which Drain holds while it calls streams that may be in here: WaitIdle looks again by itself.
+  // Not under the lock, which Drain holds while it calls streams that may be in here: WaitIdle
+  // looks again by itself.
   if (tickets_.fetch_sub(1) == 1 && draining_.load()) changed_.notify_all();
 }
 

@@ -1,4 +1,5 @@
-// What the daemon takes on at once: message sizes, request bytes in hand, and nothing new while it shuts down.
+// What the daemon takes on at once: message sizes, request bytes in hand, and nothing new while it
+// shuts down.
 //
 //   Admission::Ticket ticket;
 //   SLUICE_RETURN_IF_ERROR(admission.Admit(request.Length(), &ticket));

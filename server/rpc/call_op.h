@@ -11,7 +11,8 @@
 
 namespace sluice {
 
-// Bytes of a reply beside its arrays, at most, for what is refused before it is computed: shapes, tags, lengths, stats.
+// Bytes of a reply beside its arrays, at most, for what is refused before it is computed: shapes,
+// tags, lengths, stats.
 inline constexpr int64_t kReplyOverheadBytes = 512;
 
 template <typename CallType>

@@ -66,7 +66,8 @@ void SpecToProto(const SessionSpec& spec, v1::SessionSpec* out) {
 TensorView ViewOf(bool given, const v1::Tensor& tensor) {
   TensorView view;
   if (!given) return view;
-  // An empty string has an address too, so that a tensor without data is given, and found to be too short.
+  // An empty string has an address too, so that a tensor without data is given, and found to be too
+  // short.
   view.data = reinterpret_cast<const std::byte*>(tensor.data().data());
   view.bytes = static_cast<int64_t>(tensor.data().size());
   view.shape = {tensor.shape().data(), static_cast<size_t>(tensor.shape_size())};
@@ -275,8 +276,7 @@ AttentionSpec FromProto(const v1::AttentionOptions& options) {
   out.logit_softcap = options.logit_softcap();
   out.window_tokens = options.window_tokens();
   out.sink_tokens = options.sink_tokens();
-  out.sink_logits = {options.sink_logits().data(),
-                     static_cast<size_t>(options.sink_logits_size())};
+  out.sink_logits = {options.sink_logits().data(), static_cast<size_t>(options.sink_logits_size())};
   return out;
 }
 

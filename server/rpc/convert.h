@@ -1,7 +1,8 @@
-// Between the wire contract's messages and the core's structs. Views point into the messages, which must outlive them.
+// Between the wire contract's messages and the core's structs. Views point into the messages, which
+// must outlive them.
 //
-// What the core checks (ranges, shapes, ids) is not checked here; what it cannot see is: enumerators that do not exist,
-// durations that are none.
+// What the core checks (ranges, shapes, ids) is not checked here; what it cannot see is:
+// enumerators that do not exist, durations that are none.
 
 #ifndef SERVER_RPC_CONVERT_H_
 #define SERVER_RPC_CONVERT_H_
@@ -28,7 +29,8 @@
 
 namespace sluice {
 
-// The one place that knows where a tensor's bytes are; `given` is whether the request has the field at all.
+// The one place that knows where a tensor's bytes are; `given` is whether the request has the field
+// at all.
 TensorView ViewOf(bool given, const v1::Tensor& tensor);
 // An inline tensor; memory that it held before is used again.
 void SetTensor(DType dtype, std::initializer_list<int64_t> shape, absl::Span<const std::byte> data,

@@ -57,8 +57,7 @@ absl::Status DecodeOp::Parse(const Request& request, const Session& session,
 
   const int64_t head_bytes = spec.head_dim * DTypeBytes(out_dtype) +
                              (return_lse ? static_cast<int64_t>(sizeof(float)) : 0);
-  return admission.CheckReply(num_rows * spec.num_query_heads * head_bytes +
-                              kReplyOverheadBytes);
+  return admission.CheckReply(num_rows * spec.num_query_heads * head_bytes + kReplyOverheadBytes);
 }
 
 absl::Status DecodeOp::Reply(const Session& session, Response* response) {

@@ -19,8 +19,8 @@ class DecodeOp : public CallOp<DecodeCall> {
   using Request = v1::DecodeStepRequest;
   using Response = v1::DecodeStepResponse;
 
-  // INVALID_FIELD for what makes the request malformed as a whole; MESSAGE_TOO_LARGE when the outputs would not fit a
-  // message. Keeps views of the request.
+  // INVALID_FIELD for what makes the request malformed as a whole; MESSAGE_TOO_LARGE when the
+  // outputs would not fit a message. Keeps views of the request.
   [[nodiscard]] absl::Status Parse(const Request& request, const Session& session,
                                    const Admission& admission);
   [[nodiscard]] absl::Status Reply(const Session& session, Response* response);

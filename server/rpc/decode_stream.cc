@@ -64,9 +64,9 @@ class DecodeStream final : public OrderedStream {
    private:
     absl::Status Prepare() {
       SLUICE_RETURN_IF_ERROR(ParseMessage(&request, &message_));
-      SLUICE_ASSIGN_OR_RETURN(session_,
-                              stream_.SessionFor(message_.step().has_session(),
-                                                 message_.step().session(), "step.session"));
+      SLUICE_ASSIGN_OR_RETURN(
+          session_, stream_.SessionFor(message_.step().has_session(), message_.step().session(),
+                                       "step.session"));
       absl::Time deadline = stream_.deadline_;
       if (message_.has_timeout()) {
         absl::Duration timeout;

@@ -32,7 +32,8 @@ constexpr int64_t kPieceBytes = int64_t{1} << 20;
 // Blocks that are looked at in one go before anything is sent.
 constexpr size_t kCheckedAtOnce = 4096;
 
-// What stands before the bytes of a tensor in a message: the tensor's own field, its head, and its data's field.
+// What stands before the bytes of a tensor in a message: the tensor's own field, its head, and its
+// data's field.
 std::string TensorPrefix(int field, DType dtype, absl::Span<const int64_t> shape,
                          size_t data_bytes) {
   v1::Tensor head;
@@ -175,12 +176,13 @@ class FetchStream final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, pub
         layers_.push_back(static_cast<uint32_t>(layer));
       }
     }
-    SLUICE_RETURN_IF_ERROR(context_.admission().CheckReply(session_->slot_bytes() + kBlockInfoBytes));
+    SLUICE_RETURN_IF_ERROR(
+        context_.admission().CheckReply(session_->slot_bytes() + kBlockInfoBytes));
     SLUICE_RETURN_IF_ERROR(
         CheckFetchable(*session_, layers_, SpanOf(request_.blocks().block_ids())));
     const int64_t piece_bytes = std::min(kPieceBytes, context_.admission().max_message_bytes());
-    piece_blocks_ = static_cast<size_t>(std::max<int64_t>(
-        1, piece_bytes / (session_->slot_bytes() + kBlockInfoBytes)));
+    piece_blocks_ = static_cast<size_t>(
+        std::max<int64_t>(1, piece_bytes / (session_->slot_bytes() + kBlockInfoBytes)));
     return absl::OkStatus();
   }
 
@@ -212,10 +214,10 @@ class FetchStream final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, pub
   // Without the lock; the stream may be gone afterwards.
   void Act(const Actions& actions) {
     if (actions.finish) {
-      Finish(ToGrpcStatus(gone_ ? Error(absl::StatusCode::kCancelled, Reason::kCancelled,
-                                        "the client went away")
-                                      .Build()
-                                : failure_));
+      Finish(ToGrpcStatus(
+          gone_ ? Error(absl::StatusCode::kCancelled, Reason::kCancelled, "the client went away")
+                      .Build()
+                : failure_));
       return;
     }
     // The fetch goes first: while a write is outstanding, its end cannot end the stream.
@@ -267,9 +269,9 @@ class FetchStream final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, pub
     const std::array<int64_t, 4> shape = {static_cast<int64_t>(piece->block_ids.size()),
                                           spec.block_tokens, spec.num_kv_heads, spec.head_dim};
     const std::array<grpc::Slice, 4> slices = {
-        grpc::Slice(head.SerializeAsString() +
-                    TensorPrefix(v1::FetchBlocksResponse::kKFieldNumber, spec.kv_dtype, shape,
-                                 piece->k_slice.size())),
+        grpc::Slice(head.SerializeAsString() + TensorPrefix(v1::FetchBlocksResponse::kKFieldNumber,
+                                                            spec.kv_dtype, shape,
+                                                            piece->k_slice.size())),
         std::move(piece->k_slice),
         grpc::Slice(TensorPrefix(v1::FetchBlocksResponse::kVFieldNumber, spec.kv_dtype, shape,
                                  piece->v_slice.size())),

@@ -1,4 +1,5 @@
-// Objects that are used again instead of being made anew; the path of a step allocates nothing that way.
+// Objects that are used again instead of being made anew; the path of a step allocates nothing that
+// way.
 //
 // Threads: safe.
 

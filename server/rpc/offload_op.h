@@ -25,7 +25,8 @@ class OffloadOp : public OffloadCall {
                                    const Admission& admission);
   [[nodiscard]] absl::Status Reply(const Session& session, Response* response);
   void Run(Session& session) { session.Offload(this); }
-  // A batch that has begun is stored, whoever still waits for it: all or nothing, and never in doubt for long.
+  // A batch that has begun is stored, whoever still waits for it: all or nothing, and never in
+  // doubt for long.
   void SetDeadline(absl::Time) {}
   void CancelRun() {}
 

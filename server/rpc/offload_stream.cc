@@ -46,9 +46,9 @@ class OffloadStream final : public OrderedStream {
    private:
     absl::Status Prepare() {
       SLUICE_RETURN_IF_ERROR(ParseMessage(&request, &message_));
-      SLUICE_ASSIGN_OR_RETURN(session_,
-                              stream_.SessionFor(message_.batch().has_session(),
-                                                 message_.batch().session(), "batch.session"));
+      SLUICE_ASSIGN_OR_RETURN(
+          session_, stream_.SessionFor(message_.batch().has_session(), message_.batch().session(),
+                                       "batch.session"));
       return Parse(message_.batch(), *session_, stream_.context().admission());
     }
 

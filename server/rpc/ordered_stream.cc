@@ -84,8 +84,7 @@ void OrderedStream::OnReadDone(bool ok) {
     }
   }
   if (item != nullptr) {
-    const absl::Status admitted =
-        context_.admission().Admit(item->request_bytes_, &item->ticket_);
+    const absl::Status admitted = context_.admission().Admit(item->request_bytes_, &item->ticket_);
     if (admitted.ok()) {
       item->Start();
     } else {
@@ -170,8 +169,9 @@ void OrderedStream::Release(Item* item) {
   item->ticket_.Release();
 }
 
-absl::StatusOr<std::shared_ptr<Session>> OrderedStream::SessionFor(
-    bool given, const v1::SessionHandle& handle, absl::string_view field) {
+absl::StatusOr<std::shared_ptr<Session>> OrderedStream::SessionFor(bool given,
+                                                                   const v1::SessionHandle& handle,
+                                                                   absl::string_view field) {
   if (!given && session_ != nullptr) {
     const absl::Status status = session_->CheckHandle(handle_.epoch());
     if (!status.ok()) return status;

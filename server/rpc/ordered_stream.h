@@ -1,13 +1,15 @@
-// A bidirectional stream of requests and replies, worked on several at a time and answered in order.
+// A bidirectional stream of requests and replies, worked on several at a time and answered in
+// order.
 //
-// Messages are read ahead while earlier ones are worked on: at most kWindow of them, and no further one once those in
-// hand have max_message_bytes. Their work is begun in the order of arrival. A message that fails is answered with a
-// status of its own; the next ones go on. When the client is done writing, the stream ends after the last reply. When
-// the client is gone, work that has not begun is dropped, and the stream goes away once the rest has ended.
+// Messages are read ahead while earlier ones are worked on: at most kWindow of them, and no further
+// one once those in hand have max_message_bytes. Their work is begun in the order of arrival. A
+// message that fails is answered with a status of its own; the next ones go on. When the client is
+// done writing, the stream ends after the last reply. When the client is gone, work that has not
+// begun is dropped, and the stream goes away once the rest has ended.
 //
-// Threads: reactions come on gRPC's threads, Complete on any. Decisions are made under one lock; gRPC and the session
-// are called without it, since both may call back at once. Whoever holds no part of the stream (a read, a write, an
-// item) may find it gone when the lock is let go.
+// Threads: reactions come on gRPC's threads, Complete on any. Decisions are made under one lock;
+// gRPC and the session are called without it, since both may call back at once. Whoever holds no
+// part of the stream (a read, a write, an item) may find it gone when the lock is let go.
 // Ownership: a stream deletes itself when gRPC is through with it.
 
 #ifndef SERVER_RPC_ORDERED_STREAM_H_
@@ -36,7 +38,8 @@ class OrderedStream : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::Byt
   class Item {
    public:
     virtual ~Item() = default;
-    // Parses `request` and begins its work. Complete follows in any case, once, from any thread, with `reply` made.
+    // Parses `request` and begins its work. Complete follows in any case, once, from any thread,
+    // with `reply` made.
     virtual void Start() = 0;
     // The message was not admitted: makes `reply`. No Complete.
     virtual void Refuse(const absl::Status& status) = 0;
@@ -64,9 +67,11 @@ class OrderedStream : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::Byt
   // For items.
 
   void Complete(Item* item);
-  // The session of a message, lease renewed; without a handle: that of the message before. Called in order, from Start.
-  [[nodiscard]] absl::StatusOr<std::shared_ptr<Session>> SessionFor(
-      bool given, const v1::SessionHandle& handle, absl::string_view field);
+  // The session of a message, lease renewed; without a handle: that of the message before. Called
+  // in order, from Start.
+  [[nodiscard]] absl::StatusOr<std::shared_ptr<Session>> SessionFor(bool given,
+                                                                    const v1::SessionHandle& handle,
+                                                                    absl::string_view field);
   ServiceContext& context() { return context_; }
 
  protected:
@@ -97,7 +102,8 @@ class OrderedStream : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::Byt
 
   ServiceContext& context_;
 
-  // Of the last message with a handle. Only used where messages begin, one at a time, and at the end.
+  // Of the last message with a handle. Only used where messages begin, one at a time, and at the
+  // end.
   std::shared_ptr<Session> session_;
   v1::SessionHandle handle_;
 

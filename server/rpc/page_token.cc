@@ -31,10 +31,9 @@ absl::StatusOr<std::string> DecodePageToken(PageKind kind, absl::string_view tok
   if (token.empty()) return std::string();
   std::string text;
   const bool decoded = absl::WebSafeBase64Unescape(token, &text);
-  const absl::string_view body =
-      decoded && text.size() > kChecksumDigits
-          ? absl::string_view(text).substr(kChecksumDigits)
-          : absl::string_view();
+  const absl::string_view body = decoded && text.size() > kChecksumDigits
+                                     ? absl::string_view(text).substr(kChecksumDigits)
+                                     : absl::string_view();
   if (body.empty() || body[0] != static_cast<char>(kind) ||
       absl::string_view(text).substr(0, kChecksumDigits) != Checksum(body)) {
     return InvalidField("page_token", token, "next_page_token of the page before, or nothing");

@@ -1,7 +1,8 @@
 // Page tokens: where the next page begins, opaque to clients, checked when they come back.
 //
-// A token is base64 of a kind, the cursor and a checksum, so that a mangled one, or one of another listing, is told as
-// such instead of giving a wrong page. It is no secret: it says nothing that a listing would not.
+// A token is base64 of a kind, the cursor and a checksum, so that a mangled one, or one of another
+// listing, is told as such instead of giving a wrong page. It is no secret: it says nothing that a
+// listing would not.
 
 #ifndef SERVER_RPC_PAGE_TOKEN_H_
 #define SERVER_RPC_PAGE_TOKEN_H_

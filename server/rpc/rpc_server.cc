@@ -29,14 +29,16 @@
 namespace sluice {
 namespace {
 
-constexpr const char* kServiceNames[] = {
-    "sluice.v1.SessionService", "sluice.v1.SequenceService", "sluice.v1.SwapService",
-    "sluice.v1.AttentionService", "sluice.v1.AdminService"};
+constexpr const char* kServiceNames[] = {"sluice.v1.SessionService", "sluice.v1.SequenceService",
+                                         "sluice.v1.SwapService", "sluice.v1.AttentionService",
+                                         "sluice.v1.AdminService"};
 
-// gRPC answers a message over its own limit without details and ends the stream it came in. So its limit is somewhat
-// higher than ours: what lies between is refused here, with details, and the stream goes on.
+// gRPC answers a message over its own limit without details and ends the stream it came in. So its
+// limit is somewhat higher than ours: what lies between is refused here, with details, and the
+// stream goes on.
 constexpr int64_t kMinReceiveMarginBytes = int64_t{1} << 20;
-// Messages are at most this large, so that margins and sums stay far from gRPC's and protobuf's 2 GiB.
+// Messages are at most this large, so that margins and sums stay far from gRPC's and protobuf's 2
+// GiB.
 constexpr int64_t kMaxMessageBytes = int64_t{1} << 30;
 // Server reflection is the one service that blocks a thread for each of its streams.
 constexpr int kMaxReflectionThreads = 16;
@@ -44,7 +46,8 @@ constexpr int kMaxReflectionThreads = 16;
 constexpr int kKeepaliveTimeMs = 30'000;
 constexpr int kKeepaliveTimeoutMs = 10'000;
 constexpr int kMinPingIntervalMs = 5'000;
-// What is left when work in hand is done or out of time (watchers of health, reflection) gets this long to end.
+// What is left when work in hand is done or out of time (watchers of health, reflection) gets this
+// long to end.
 constexpr std::chrono::milliseconds kLastGrace{100};
 constexpr mode_t kSocketMode = 0660;
 
@@ -62,7 +65,8 @@ void InitGrpcOnce() {
     gpr_set_log_function(LogFromGrpc);
     grpc::EnableDefaultHealthCheckService(true);
     grpc::reflection::InitProtoReflectionServerBuilderPlugin();
-    // gRPC's health service speaks without generated code; this links its descriptor in, for reflection.
+    // gRPC's health service speaks without generated code; this links its descriptor in, for
+    // reflection.
     grpc::health::v1::HealthCheckRequest::descriptor();
   });
 }
@@ -167,9 +171,8 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(const RpcServerOptio
     return absl::InvalidArgumentError("neither an address nor a unix socket to listen on");
   }
   if (options.max_message_bytes < 1 || options.max_message_bytes > kMaxMessageBytes) {
-    return absl::InvalidArgumentError(absl::StrCat("max_message_bytes is ",
-                                                   options.max_message_bytes,
-                                                   "; allowed: 1..", kMaxMessageBytes));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "max_message_bytes is ", options.max_message_bytes, "; allowed: 1..", kMaxMessageBytes));
   }
   if (options.max_inflight_bytes < options.max_message_bytes) {
     return absl::InvalidArgumentError(

@@ -7,8 +7,9 @@
 //   server->Shutdown(absl::Seconds(10));
 //
 // Serves every service of proto/sluice/v1, grpc.health.v1 and server reflection.
-// Threads: calls run on gRPC's own threads, none of which is ever blocked; the methods here may be called from any thread.
-// Ownership: the manager must outlive the server. The destructor shuts down without grace.
+// Threads: calls run on gRPC's own threads, none of which is ever blocked; the methods here may be
+// called from any thread. Ownership: the manager must outlive the server. The destructor shuts down
+// without grace.
 
 #ifndef SERVER_RPC_RPC_SERVER_H_
 #define SERVER_RPC_RPC_SERVER_H_
@@ -25,7 +26,8 @@ namespace sluice {
 
 class SessionManager;
 
-// What GetServer says of the device; the same fields as DeviceDescription in proto/sluice/v1/admin.proto.
+// What GetServer says of the device; the same fields as DeviceDescription in
+// proto/sluice/v1/admin.proto.
 struct ServerDevice {
   std::string kind;
   std::string name;
@@ -41,15 +43,16 @@ struct RpcServerOptions {
   std::string unix_socket;
   // Largest message that is worked on, in either direction.
   int64_t max_message_bytes = int64_t{64} << 20;
-  // Request bytes held at once, over all calls, from arrival to completion. At least max_message_bytes.
+  // Request bytes held at once, over all calls, from arrival to completion. At least
+  // max_message_bytes.
   int64_t max_inflight_bytes = int64_t{512} << 20;
   ServerDevice device;
 };
 
 class RpcServer {
  public:
-  // INVALID_ARGUMENT for an address that cannot be; FAILED_PRECONDITION where a live server has the address or the
-  // socket. A socket that a dead server left is removed.
+  // INVALID_ARGUMENT for an address that cannot be; FAILED_PRECONDITION where a live server has the
+  // address or the socket. A socket that a dead server left is removed.
   [[nodiscard]] static absl::StatusOr<std::unique_ptr<RpcServer>> Start(
       const RpcServerOptions& options, SessionManager* sessions);
   virtual ~RpcServer() = default;
@@ -57,8 +60,9 @@ class RpcServer {
   // The TCP port; 0 without TCP.
   virtual int port() const = 0;
 
-  // Health turns to NOT_SERVING, new work is refused with UNAVAILABLE SHUTTING_DOWN, work in hand is finished and
-  // answered within `grace`, the rest is cancelled. Blocks. A second call does nothing.
+  // Health turns to NOT_SERVING, new work is refused with UNAVAILABLE SHUTTING_DOWN, work in hand
+  // is finished and answered within `grace`, the rest is cancelled. Blocks. A second call does
+  // nothing.
   virtual void Shutdown(absl::Duration grace) = 0;
 };
 

@@ -15,8 +15,7 @@ namespace {
 constexpr int64_t kScoreBytes = 5;
 constexpr int64_t kTopBlockBytes = 22;
 
-void SetPredicted(absl::Span<const uint8_t> predicted,
-                  google::protobuf::RepeatedField<bool>* out) {
+void SetPredicted(absl::Span<const uint8_t> predicted, google::protobuf::RepeatedField<bool>* out) {
   out->Resize(static_cast<int>(predicted.size()), false);
   for (size_t i = 0; i < predicted.size(); ++i) out->Set(static_cast<int>(i), predicted[i] != 0);
 }
@@ -95,10 +94,10 @@ absl::Status ReadProjectedKeysOp::Parse(const Request& request, const Session& s
 
 absl::Status ReadProjectedKeysOp::Reply(const Session& session, Response* response) {
   const SessionSpec& spec = session.spec();
-  SetTensor(DType::kBf16,
-            {static_cast<int64_t>(block_ids.size()), spec.num_kv_heads, spec.block_tokens,
-             spec.rank},
-            projected_keys, response->mutable_projected_keys());
+  SetTensor(
+      DType::kBf16,
+      {static_cast<int64_t>(block_ids.size()), spec.num_kv_heads, spec.block_tokens, spec.rank},
+      projected_keys, response->mutable_projected_keys());
   SetPredicted(predicted, response->mutable_predicted());
   response->mutable_valid_tokens()->Resize(static_cast<int>(valid_tokens.size()), 0);
   std::copy(valid_tokens.begin(), valid_tokens.end(), response->mutable_valid_tokens()->begin());

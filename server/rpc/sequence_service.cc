@@ -20,7 +20,8 @@ namespace {
 
 constexpr int64_t kDefaultPageSize = 100;
 constexpr int64_t kMaxPageSize = 1000;
-// Tables can be long: sequences are read a few at a time, and a page is cut before it is too large for a message.
+// Tables can be long: sequences are read a few at a time, and a page is cut before it is too large
+// for a message.
 constexpr int64_t kReadAtOnce = 16;
 
 using Base = v1::SequenceService::WithRawCallbackMethod_PutSequence<
@@ -112,8 +113,7 @@ class SequenceServiceImpl final : public Base {
   }
 
  private:
-  absl::Status List(const v1::ListSequencesRequest& request,
-                    v1::ListSequencesResponse* response) {
+  absl::Status List(const v1::ListSequencesRequest& request, v1::ListSequencesResponse* response) {
     SLUICE_ASSIGN_OR_RETURN(const auto session, context_.FindSession(request.session()));
     SLUICE_ASSIGN_OR_RETURN(const int64_t page_size,
                             PageSize(request.page_size(), kDefaultPageSize, kMaxPageSize));

@@ -1,4 +1,5 @@
-// What every handler needs: the sessions, the limits, and the options that the server was started with.
+// What every handler needs: the sessions, the limits, and the options that the server was started
+// with.
 //
 // Threads: safe.
 
@@ -30,8 +31,8 @@ class ServiceContext {
   Admission& admission() { return admission_; }
   absl::Time start_time() const { return start_time_; }
 
-  // The session of a request's handle, lease renewed. INVALID_ARGUMENT INVALID_FIELD `field` where there is no handle,
-  // and the errors of SessionManager::Find.
+  // The session of a request's handle, lease renewed. INVALID_ARGUMENT INVALID_FIELD `field` where
+  // there is no handle, and the errors of SessionManager::Find.
   [[nodiscard]] absl::StatusOr<std::shared_ptr<Session>> FindSession(
       const v1::SessionHandle& handle, absl::string_view field = "session");
 

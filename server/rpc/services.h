@@ -1,4 +1,5 @@
-// The services of proto/sluice/v1. Each is in NAME_service.cc and does no more than parse, call the core and reply.
+// The services of proto/sluice/v1. Each is in NAME_service.cc and does no more than parse, call the
+// core and reply.
 
 #ifndef SERVER_RPC_SERVICES_H_
 #define SERVER_RPC_SERVICES_H_

@@ -70,9 +70,8 @@ class SessionServiceImpl final : public Base {
         context_, call, request_bytes, reply_bytes,
         [this](const v1::ListSessionsRequest& request,
                v1::ListSessionsResponse* response) -> absl::Status {
-          SLUICE_ASSIGN_OR_RETURN(
-              const int64_t page_size,
-              PageSize(request.page_size(), kDefaultPageSize, kMaxPageSize));
+          SLUICE_ASSIGN_OR_RETURN(const int64_t page_size,
+                                  PageSize(request.page_size(), kDefaultPageSize, kMaxPageSize));
           SLUICE_ASSIGN_OR_RETURN(const std::string first_name,
                                   DecodePageToken(PageKind::kSessions, request.page_token()));
           const std::vector<SessionInfo> infos =
@@ -117,11 +116,12 @@ class SessionServiceImpl final : public Base {
                           grpc::ByteBuffer* reply_bytes) {
     // std::function wants what it holds to be copyable, which a ticket is not.
     auto ticket = std::make_shared<Admission::Ticket>();
-    SLUICE_RETURN_IF_ERROR(context_.admission().Admit(
-        static_cast<int64_t>(request_bytes->Length()), ticket.get()));
+    SLUICE_RETURN_IF_ERROR(
+        context_.admission().Admit(static_cast<int64_t>(request_bytes->Length()), ticket.get()));
     v1::CloseSessionRequest request;
     SLUICE_RETURN_IF_ERROR(ParseMessage(Consume(request_bytes), &request));
-    if (request.mode() != v1::CLOSE_MODE_KEEP_DATA && request.mode() != v1::CLOSE_MODE_DELETE_DATA) {
+    if (request.mode() != v1::CLOSE_MODE_KEEP_DATA &&
+        request.mode() != v1::CLOSE_MODE_DELETE_DATA) {
       return InvalidField("mode", static_cast<int>(request.mode()),
                           "CLOSE_MODE_KEEP_DATA or CLOSE_MODE_DELETE_DATA");
     }
@@ -135,9 +135,8 @@ class SessionServiceImpl final : public Base {
         [this, reactor, reply_bytes, ticket, name, keep_data](absl::StatusOr<int64_t> freed_bytes) {
           absl::Status status = freed_bytes.status();
           if (status.ok()) {
-            LogInfo("session closed", {{"session", name},
-                                       {"keep_data", keep_data},
-                                       {"freed_bytes", *freed_bytes}});
+            LogInfo("session closed",
+                    {{"session", name}, {"keep_data", keep_data}, {"freed_bytes", *freed_bytes}});
             v1::CloseSessionResponse response;
             response.set_freed_bytes(*freed_bytes);
             status = SerializeMessage(response, context_.admission(), reply_bytes);

@@ -28,8 +28,12 @@ constexpr size_t kMaxValueBytes = 256;
 size_t Utf8SequenceLength(absl::string_view text) {
   const auto byte = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
   const unsigned char lead = byte(0);
-  const size_t length = lead < 0x80 ? 1 : lead < 0xc2 ? 0 : lead < 0xe0 ? 2 : lead < 0xf0 ? 3
-                        : lead < 0xf5 ? 4 : 0;
+  const size_t length = lead < 0x80   ? 1
+                        : lead < 0xc2 ? 0
+                        : lead < 0xe0 ? 2
+                        : lead < 0xf0 ? 3
+                        : lead < 0xf5 ? 4
+                                      : 0;
   if (length == 0 || text.size() < length) return 0;
   for (size_t i = 1; i < length; ++i) {
     if ((byte(i) & 0xc0) != 0x80) return 0;
@@ -64,7 +68,8 @@ std::string Presentable(absl::string_view text, size_t max_bytes) {
 std::string ReasonFor(const absl::Status& status) {
   std::string reason = ReasonOf(status);
   if (!reason.empty()) return reason;
-  if (status.code() == absl::StatusCode::kCancelled) return std::string(ReasonName(Reason::kCancelled));
+  if (status.code() == absl::StatusCode::kCancelled)
+    return std::string(ReasonName(Reason::kCancelled));
   if (status.code() == absl::StatusCode::kDeadlineExceeded) {
     return std::string(ReasonName(Reason::kDeadlineExceeded));
   }
@@ -81,8 +86,7 @@ void AddBadRequest(const google::rpc::ErrorInfo& info, google::rpc::Status* out)
   const auto value = info.metadata().find("value");
   const auto allowed = info.metadata().find("allowed");
   if (value != info.metadata().end() && allowed != info.metadata().end()) {
-    violation->set_description(
-        absl::StrCat("is ", value->second, "; allowed: ", allowed->second));
+    violation->set_description(absl::StrCat("is ", value->second, "; allowed: ", allowed->second));
   }
   out->add_details()->PackFrom(bad_request);
 }

@@ -1,8 +1,10 @@
-// The one place where an absl::Status becomes what gRPC and its clients know: a code, a message and google.rpc details.
+// The one place where an absl::Status becomes what gRPC and its clients know: a code, a message and
+// google.rpc details.
 //
-// Details are made of the payloads that server/base/error.h puts on a status: ErrorInfo (always; domain "sluice"),
-// RetryInfo, ResourceInfo, and a BadRequest field violation where the metadata has a field. They are bounded, so that
-// they fit the trailers that a client accepts: long values are cut, and bytes that are no UTF-8 are escaped.
+// Details are made of the payloads that server/base/error.h puts on a status: ErrorInfo (always;
+// domain "sluice"), RetryInfo, ResourceInfo, and a BadRequest field violation where the metadata
+// has a field. They are bounded, so that they fit the trailers that a client accepts: long values
+// are cut, and bytes that are no UTF-8 are escaped.
 //
 // Threads: safe.
 

@@ -8,14 +8,14 @@
 //   struct Op : DecodeCall {
 //     using Request = ...; using Response = ...;
 //     static constexpr bool kKept = true;          // used again for later calls
-//     absl::Status Parse(const Request& request, const Session& session, const Admission& admission);
-//     void Run(Session& session);                  // Submit; Done() follows
-//     void SetDeadline(absl::Time deadline);
-//     void CancelRun();
-//     absl::Status Reply(const Session& session, Response* response);  // after Done with an OK status
+//     absl::Status Parse(const Request& request, const Session& session, const Admission&
+//     admission); void Run(Session& session);                  // Submit; Done() follows void
+//     SetDeadline(absl::Time deadline); void CancelRun(); absl::Status Reply(const Session&
+//     session, Response* response);  // after Done with an OK status
 //   };
 //
-// Where kKept is set, calls with their messages are kept and used again, so that a call no larger than one before allocates nothing here.
+// Where kKept is set, calls with their messages are kept and used again, so that a call no larger
+// than one before allocates nothing here.
 
 #ifndef SERVER_RPC_SUBMIT_RPC_H_
 #define SERVER_RPC_SUBMIT_RPC_H_
@@ -114,7 +114,8 @@ class SubmitRpc {
       return this->Parse(request_, *session_, owner_.context_.admission());
     }
 
-    // gRPC is through with the call. The reactor, whose method this is called from, is gone afterwards.
+    // gRPC is through with the call. The reactor, whose method this is called from, is gone
+    // afterwards.
     void Recycle() {
       ticket_.Release();
       session_.reset();

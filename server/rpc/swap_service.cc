@@ -100,9 +100,8 @@ class SwapServiceImpl final : public Base {
         [this](const v1::ListBlocksRequest& request,
                v1::ListBlocksResponse* response) -> absl::Status {
           SLUICE_ASSIGN_OR_RETURN(const auto session, context_.FindSession(request.session()));
-          SLUICE_ASSIGN_OR_RETURN(
-              const int64_t page_size,
-              PageSize(request.page_size(), kDefaultPageSize, kMaxPageSize));
+          SLUICE_ASSIGN_OR_RETURN(const int64_t page_size,
+                                  PageSize(request.page_size(), kDefaultPageSize, kMaxPageSize));
           SLUICE_ASSIGN_OR_RETURN(const Session::BlockCursor cursor,
                                   DecodeCursor(request.page_token()));
           Tier tier = Tier::kNone;

@@ -57,8 +57,7 @@ absl::Status FinalizeTilesOp::Parse(const Request& request, const Session& sessi
   SLUICE_RETURN_IF_ERROR(ParseOutput(request.output(), session, &out_dtype));
   return_lse = request.output().return_lse();
   return_state = request.return_state();
-  max_result_bytes =
-      std::max<int64_t>(1, admission.max_message_bytes() - 4 * kReplyOverheadBytes);
+  max_result_bytes = std::max<int64_t>(1, admission.max_message_bytes() - 4 * kReplyOverheadBytes);
   return absl::OkStatus();
 }
 

@@ -1,9 +1,11 @@
 // Handlers of calls that are answered at once: parse, do, reply.
 //
-//   grpc::ServerUnaryReactor* GetSession(grpc::CallbackServerContext* call, const grpc::ByteBuffer* request,
+//   grpc::ServerUnaryReactor* GetSession(grpc::CallbackServerContext* call, const grpc::ByteBuffer*
+//   request,
 //                                        grpc::ByteBuffer* reply) override {
 //     return Answer<v1::GetSessionRequest, v1::GetSessionResponse>(
-//         *context_, call, request, reply, [this](const auto& request, auto* response) { ...; return status; });
+//         *context_, call, request, reply, [this](const auto& request, auto* response) { ...;
+//         return status; });
 //   }
 
 #ifndef SERVER_RPC_UNARY_H_
@@ -21,7 +23,8 @@
 
 namespace sluice {
 
-// gRPC hands the request out as const but lets nobody else have it: its bytes may be freed once they are parsed.
+// gRPC hands the request out as const but lets nobody else have it: its bytes may be freed once
+// they are parsed.
 inline grpc::ByteBuffer* Consume(const grpc::ByteBuffer* request) {
   return const_cast<grpc::ByteBuffer*>(request);
 }

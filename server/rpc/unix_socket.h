@@ -9,8 +9,9 @@
 
 namespace sluice {
 
-// Makes the path free to bind to: a socket that nobody listens on is removed. INVALID_ARGUMENT for a path that cannot be
-// a socket's; FAILED_PRECONDITION where somebody listens on it, or it is something else.
+// Makes the path free to bind to: a socket that nobody listens on is removed. INVALID_ARGUMENT for
+// a path that cannot be a socket's; FAILED_PRECONDITION where somebody listens on it, or it is
+// something else.
 [[nodiscard]] absl::Status PrepareUnixSocket(const std::string& path);
 
 }  // namespace sluice

@@ -1,8 +1,8 @@
 // Messages to and from the bytes that gRPC moves.
 //
-// Handlers take raw bytes from gRPC and parse them here: a request is then admitted by its true size before memory is
-// spent on it, one that does not parse is an error like any other (and ends no stream), and request and reply
-// messages can be used again and again by whoever owns them.
+// Handlers take raw bytes from gRPC and parse them here: a request is then admitted by its true
+// size before memory is spent on it, one that does not parse is an error like any other (and ends
+// no stream), and request and reply messages can be used again and again by whoever owns them.
 
 #ifndef SERVER_RPC_WIRE_H_
 #define SERVER_RPC_WIRE_H_
@@ -14,7 +14,8 @@
 
 namespace sluice {
 
-// Parses and lets go of the bytes, whatever comes of it. INVALID_ARGUMENT INVALID_FIELD when they are no such message.
+// Parses and lets go of the bytes, whatever comes of it. INVALID_ARGUMENT INVALID_FIELD when they
+// are no such message.
 [[nodiscard]] absl::Status ParseMessage(grpc::ByteBuffer* bytes,
                                         google::protobuf::MessageLite* message);
 

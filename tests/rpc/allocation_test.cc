@@ -1,5 +1,5 @@
-// DecodeStep and ScoreBlocks allocate nothing between the parsed request and the filled reply, once warm.
-// That is all of our own code on their path; gRPC and the parser of protobuf are beside it.
+// DecodeStep and ScoreBlocks allocate nothing between the parsed request and the filled reply, once
+// warm. That is all of our own code on their path; gRPC and the parser of protobuf are beside it.
 
 #include <atomic>
 #include <condition_variable>
@@ -42,7 +42,8 @@ void operator delete[](void* memory, size_t) noexcept { std::free(memory); }
 namespace sluice {
 namespace {
 
-// What SubmitRpc does with a call, without gRPC: taken from a free list, parsed, run, replied, given back.
+// What SubmitRpc does with a call, without gRPC: taken from a free list, parsed, run, replied,
+// given back.
 template <typename Op>
 class Path {
  public:

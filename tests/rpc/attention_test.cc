@@ -90,7 +90,8 @@ TEST_F(AttentionTest, DecodeStepTakesEveryOption) {
   request.mutable_options()->set_logit_softcap(2.5f);
   request.mutable_options()->set_window_tokens(10);
   request.mutable_options()->set_sink_tokens(3);
-  for (const float sink : {0.5f, -1.0f, 0.0f, 2.0f}) request.mutable_options()->add_sink_logits(sink);
+  for (const float sink : {0.5f, -1.0f, 0.0f, 2.0f})
+    request.mutable_options()->add_sink_logits(sink);
   request.mutable_output()->set_dtype(v1::DTYPE_F32);
   request.mutable_output()->set_return_lse(true);
   const v1::DecodeStepResponse response = Decode(request);
@@ -167,7 +168,8 @@ TEST_F(AttentionTest, ProjectedKeysAndScoresAreThoseOfTheSeed) {
   v1::OffloadBlocksRequest unpredicted = model.Offload(0, {8});
   unpredicted.set_predict(v1::PREDICT_MODE_OFF);
   v1::OffloadBlocksResponse stored;
-  ASSERT_TRUE(Invoke(*daemon.swap, &v1::SwapService::Stub::OffloadBlocks, unpredicted, &stored).ok());
+  ASSERT_TRUE(
+      Invoke(*daemon.swap, &v1::SwapService::Stub::OffloadBlocks, unpredicted, &stored).ok());
   EXPECT_EQ(stored.predicted_blocks(), 0);
 
   v1::ReadProjectedKeysRequest read;

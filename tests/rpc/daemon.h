@@ -1,9 +1,11 @@
-// A whole daemon in the test's process, reached over a real socket: CPU device, sessions, server, and stubs.
+// A whole daemon in the test's process, reached over a real socket: CPU device, sessions, server,
+// and stubs.
 //
 //   Daemon daemon;
 //   const v1::SessionHandle handle = daemon.Open("a");
 //   v1::DecodeStepResponse response;
-//   ASSERT_TRUE(Invoke(*daemon.attention, &v1::AttentionService::Stub::DecodeStep, request, &response).ok());
+//   ASSERT_TRUE(Invoke(*daemon.attention, &v1::AttentionService::Stub::DecodeStep, request,
+//   &response).ok());
 
 #ifndef TESTS_RPC_DAEMON_H_
 #define TESTS_RPC_DAEMON_H_
@@ -49,7 +51,8 @@ struct DaemonOptions {
   }
 };
 
-// A small geometry: 2 layers, 4 query heads over 2 kv heads of 32, blocks of 16 tokens, rank 16, 64 blocks.
+// A small geometry: 2 layers, 4 query heads over 2 kv heads of 32, blocks of 16 tokens, rank 16, 64
+// blocks.
 v1::SessionSpec SmallSpec(const std::string& name);
 
 class Daemon {
@@ -78,7 +81,8 @@ class Daemon {
   std::unique_ptr<RpcServer> server_;
 };
 
-// Holds every worker of the device, so that what is submitted stays queued or in flight until Release.
+// Holds every worker of the device, so that what is submitted stays queued or in flight until
+// Release.
 class DeviceStall {
  public:
   explicit DeviceStall(Device& device);
@@ -126,8 +130,8 @@ google::rpc::Status DetailsOf(const grpc::Status& status);
 std::string Metadata(const google::rpc::Status& status, const std::string& key);
 bool HasRetryInfo(const google::rpc::Status& status);
 
-// Checks code, message, ErrorInfo with its domain, ResourceInfo on NOT_FOUND, the field violation where there is a
-// field; and notes that the reason was met.
+// Checks code, message, ErrorInfo with its domain, ResourceInfo on NOT_FOUND, the field violation
+// where there is a field; and notes that the reason was met.
 void ExpectRefused(const google::rpc::Status& status, grpc::StatusCode code, Reason reason,
                    const std::string& field = "");
 void ExpectRefused(const grpc::Status& status, grpc::StatusCode code, Reason reason,

@@ -1,4 +1,5 @@
-// Bounds: message sizes, request bytes in hand, deadlines, cancellation; and the edges of listening.
+// Bounds: message sizes, request bytes in hand, deadlines, cancellation; and the edges of
+// listening.
 
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -32,14 +33,14 @@ int64_t InflightBytes(Daemon& daemon) {
   return usage.inflight_bytes();
 }
 
-// An offload whose message has exactly this many bytes; what is too much is a tag that no block may have.
+// An offload whose message has exactly this many bytes; what is too much is a tag that no block may
+// have.
 v1::OffloadBlocksRequest Sized(Model& model, int64_t message_bytes) {
   v1::OffloadBlocksRequest request = model.Offload(0, {1});
   request.mutable_k()->mutable_data()->resize(static_cast<size_t>(message_bytes));
   while (static_cast<int64_t>(request.ByteSizeLong()) > message_bytes) {
     request.mutable_k()->mutable_data()->resize(
-        request.k().data().size() -
-        (request.ByteSizeLong() - static_cast<size_t>(message_bytes)));
+        request.k().data().size() - (request.ByteSizeLong() - static_cast<size_t>(message_bytes)));
   }
   EXPECT_EQ(static_cast<int64_t>(request.ByteSizeLong()), message_bytes);
   return request;
@@ -50,8 +51,8 @@ TEST(MessageLimit, JustUnderIsReadAndJustOverIsRefusedWithDetails) {
   Model model(SmallSpec("a"), daemon.Open("a"));
   v1::OffloadBlocksResponse response;
   // Read, and found to be of the wrong length.
-  grpc::Status status = Invoke(*daemon.swap, &Swap::OffloadBlocks,
-                               Sized(model, kMaxMessageBytes), &response);
+  grpc::Status status =
+      Invoke(*daemon.swap, &Swap::OffloadBlocks, Sized(model, kMaxMessageBytes), &response);
   ExpectRefused(status, StatusCode::INVALID_ARGUMENT, Reason::kInvalidField, "k.data");
   for (const int64_t bytes : {kMaxMessageBytes + 1, kMaxMessageBytes + (512 << 10)}) {
     status = Invoke(*daemon.swap, &Swap::OffloadBlocks, Sized(model, bytes), &response);
@@ -62,8 +63,7 @@ TEST(MessageLimit, JustUnderIsReadAndJustOverIsRefusedWithDetails) {
   // Far over, gRPC answers by itself.
   status = Invoke(*daemon.swap, &Swap::OffloadBlocks, Sized(model, 4 << 20), &response);
   EXPECT_EQ(status.error_code(), StatusCode::RESOURCE_EXHAUSTED);
-  EXPECT_TRUE(
-      Invoke(*daemon.swap, &Swap::OffloadBlocks, model.Offload(0, {1}), &response).ok());
+  EXPECT_TRUE(Invoke(*daemon.swap, &Swap::OffloadBlocks, model.Offload(0, {1}), &response).ok());
 }
 
 TEST(MessageLimit, AStreamGoesOnAfterAMessageThatIsTooLarge) {
@@ -172,7 +172,8 @@ TEST(InflightLimit, IsOverAllCallsAndGivenBack) {
     DeviceStall stall(daemon.device());
     first = std::thread([&] {
       v1::OffloadBlocksResponse response;
-      EXPECT_TRUE(Invoke(*daemon.swap, &Swap::OffloadBlocks, model.Offload(0, ids), &response).ok());
+      EXPECT_TRUE(
+          Invoke(*daemon.swap, &Swap::OffloadBlocks, model.Offload(0, ids), &response).ok());
     });
     ASSERT_TRUE(Eventually([&] { return InflightBytes(daemon) > 40'000; }));
     v1::OffloadBlocksResponse response;

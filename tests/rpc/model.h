@@ -1,4 +1,5 @@
-// A client's side of a session in a test: its geometry, what it stored, requests made of it, and float64 attention.
+// A client's side of a session in a test: its geometry, what it stored, requests made of it, and
+// float64 attention.
 
 #ifndef TESTS_RPC_MODEL_H_
 #define TESTS_RPC_MODEL_H_
@@ -28,10 +29,11 @@ struct Model {
   // BF16 numbers around 0.
   v1::Tensor RandomTensor(std::vector<int64_t> shape);
 
-  // An offload of these blocks of one layer with random K and V, all tokens valid; kept in `blocks`.
+  // An offload of these blocks of one layer with random K and V, all tokens valid; kept in
+  // `blocks`.
   v1::OffloadBlocksRequest Offload(uint32_t layer, const std::vector<uint32_t>& block_ids);
-  // A step of one query token for each of these (sequence, context); k and v are random too where `write` is set, and
-  // are not kept in `blocks`: Keep does that.
+  // A step of one query token for each of these (sequence, context); k and v are random too where
+  // `write` is set, and are not kept in `blocks`: Keep does that.
   v1::DecodeStepRequest Step(uint32_t layer,
                              const std::vector<std::pair<uint32_t, int64_t>>& contexts,
                              bool write = false);
@@ -39,7 +41,8 @@ struct Model {
   void Keep(const v1::DecodeStepRequest& step, int64_t row, uint32_t layer, uint32_t block_id,
             int64_t token);
 
-  // Attention of a row of q over the first context_tokens of a table, [num_query_heads, head_dim]; lse per head.
+  // Attention of a row of q over the first context_tokens of a table, [num_query_heads, head_dim];
+  // lse per head.
   std::vector<double> Attend(const v1::Tensor& q, int64_t row, uint32_t layer,
                              const std::vector<uint32_t>& table, int64_t context_tokens,
                              const v1::AttentionOptions& options, std::vector<double>* lse) const;

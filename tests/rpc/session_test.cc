@@ -55,9 +55,9 @@ TEST(SessionService, AttachingFencesTheOlderHandleAndKeepsTheBlocks) {
   Daemon daemon;
   Model first(SmallSpec("a"), daemon.Open("a"));
   v1::OffloadBlocksResponse stored;
-  ASSERT_TRUE(Invoke(*daemon.swap, &v1::SwapService::Stub::OffloadBlocks, first.Offload(0, {1}),
-                     &stored)
-                  .ok());
+  ASSERT_TRUE(
+      Invoke(*daemon.swap, &v1::SwapService::Stub::OffloadBlocks, first.Offload(0, {1}), &stored)
+          .ok());
   v1::OpenSessionRequest request;
   *request.mutable_spec() = SmallSpec("a");
   v1::OpenSessionResponse response;
@@ -96,9 +96,9 @@ TEST(SessionService, RenewAndClose) {
   Daemon daemon;
   Model model(SmallSpec("a"), daemon.Open("a"));
   v1::OffloadBlocksResponse stored;
-  ASSERT_TRUE(Invoke(*daemon.swap, &v1::SwapService::Stub::OffloadBlocks, model.Offload(0, {1}),
-                     &stored)
-                  .ok());
+  ASSERT_TRUE(
+      Invoke(*daemon.swap, &v1::SwapService::Stub::OffloadBlocks, model.Offload(0, {1}), &stored)
+          .ok());
   v1::RenewSessionRequest renew;
   *renew.mutable_session() = model.handle;
   v1::RenewSessionResponse renewed;
@@ -277,9 +277,9 @@ TEST(Health, EveryServiceServesUntilShutdown) {
   const auto stub = grpc::health::v1::Health::NewStub(daemon.NewChannel());
   grpc::health::v1::HealthCheckRequest request;
   grpc::health::v1::HealthCheckResponse response;
-  for (const char* name : {"", "sluice.v1.SessionService", "sluice.v1.SequenceService",
-                           "sluice.v1.SwapService", "sluice.v1.AttentionService",
-                           "sluice.v1.AdminService"}) {
+  for (const char* name :
+       {"", "sluice.v1.SessionService", "sluice.v1.SequenceService", "sluice.v1.SwapService",
+        "sluice.v1.AttentionService", "sluice.v1.AdminService"}) {
     grpc::ClientContext context;
     request.set_service(name);
     ASSERT_TRUE(stub->Check(&context, request, &response).ok()) << name;

@@ -1,5 +1,5 @@
-// What the daemon adds to a DecodeStep: its p50, less that of an echo of the same bytes over the same gRPC, less the
-// time on the device. Prints one JSON line for each shape:
+// What the daemon adds to a DecodeStep: its p50, less that of an echo of the same bytes over the
+// same gRPC, less the time on the device. Prints one JSON line for each shape:
 //
 //   bazel run //tests/rpc:step_latency
 
@@ -28,8 +28,7 @@ constexpr double kAimUs = 40;
 using Attention = v1::AttentionService;
 
 // Answers with bytes that it was given beforehand.
-class Echo final
-    : public Attention::WithRawCallbackMethod_DecodeStep<Attention::Service> {
+class Echo final : public Attention::WithRawCallbackMethod_DecodeStep<Attention::Service> {
  public:
   explicit Echo(const std::string& reply) {
     grpc::ServerBuilder builder;

@@ -123,8 +123,7 @@ TEST_F(DecodeStreamTest, AMessageThatIsLateIsDroppedAndTheNextGoesOn) {
     ASSERT_TRUE(stream->Read(&reply));
     EXPECT_EQ(reply.request_id(), i);
     if (i == 3) {
-      ExpectRefused(reply.status(), grpc::StatusCode::DEADLINE_EXCEEDED,
-                    Reason::kDeadlineExceeded);
+      ExpectRefused(reply.status(), grpc::StatusCode::DEADLINE_EXCEEDED, Reason::kDeadlineExceeded);
     } else {
       EXPECT_EQ(reply.status().code(), 0) << reply.status().message();
     }

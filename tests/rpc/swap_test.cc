@@ -107,8 +107,8 @@ TEST_F(SwapTest, FetchNamesTheFirstMissingBlockBeforeAnythingIsSent) {
   EXPECT_TRUE(pieces.empty());
 }
 
-// 64 MiB of blocks to a reader that does not read: what the daemon holds for it stays bounded, the blocks can be
-// dropped meanwhile, and the session works on.
+// 64 MiB of blocks to a reader that does not read: what the daemon holds for it stays bounded, the
+// blocks can be dropped meanwhile, and the session works on.
 TEST_F(SwapTest, ASlowReaderHoldsNoBlock) {
   v1::SessionSpec spec = SmallSpec("large");
   spec.set_num_layers(1);
