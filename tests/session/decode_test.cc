@@ -201,15 +201,15 @@ TEST_F(Decode, AStepTooLargeForTheWorkspaceHasTheBitsOfSmallOnes) {
   spec.rank = 1;
   spec.num_layers = 1;
   spec.block_tokens = 256;
-  spec.max_blocks = 40;
+  spec.max_blocks = 17;
   spec.max_sequences = 4;
   Open(spec);
-  const Tokens tokens = RandomTokens(40 * 256);
+  const Tokens tokens = RandomTokens(17 * 256);
   ASSERT_TRUE(OffloadTokens(0, 0, tokens, PredictMode::kOff).ok());
-  ASSERT_TRUE(Put(0, 1, 0, Ids(0, 40)).ok());
+  ASSERT_TRUE(Put(0, 1, 0, Ids(0, 17)).ok());
   for (uint32_t id = 1; id < 4; ++id) ASSERT_TRUE(session_->ForkSequence(0, 1, id, 1, 0).ok());
   const Bits q = RandomQ(4 * 64);
-  sequences_ = {Seq(0, 64, 10240), Seq(1, 64, 10239), Seq(2, 64, 9000), Seq(3, 64, 64)};
+  sequences_ = {Seq(0, 64, 4352), Seq(1, 64, 4351), Seq(2, 64, 4200), Seq(3, 64, 64)};
   ASSERT_TRUE(Step(0, q, nullptr).ok());
   for (const absl::Status& status : call_.sequence_status) ASSERT_TRUE(status.ok()) << status;
   const std::string together = Out();
@@ -217,7 +217,7 @@ TEST_F(Decode, AStepTooLargeForTheWorkspaceHasTheBitsOfSmallOnes) {
   for (const int64_t i : {0, 63, 64, 200, 255}) {
     const int64_t s = i / 64;
     const Bits one(q.begin() + i * row, q.begin() + (i + 1) * row);
-    const DecodeSequence whole[] = {Seq(0, 64, 10240), Seq(1, 64, 10239), Seq(2, 64, 9000),
+    const DecodeSequence whole[] = {Seq(0, 64, 4352), Seq(1, 64, 4351), Seq(2, 64, 4200),
                                     Seq(3, 64, 64)};
     ASSERT_TRUE(Step(0, Seq(static_cast<uint32_t>(s), 1, whole[s].context_tokens - 63 + i % 64),
                      one, nullptr)

@@ -59,12 +59,16 @@ TEST_F(Offload, WithoutMemoryForAgRequiredIsRefusedAndBestEffortIsUnpredicted) {
   ASSERT_TRUE(OffloadBlocks(Blocks(0, 0, 4), wire).ok());
   {
     StreamGate reader(*attention_stream_);
-    ASSERT_TRUE(OffloadBlocks(Blocks(0, 0, 2), RandomBlocks(2)).ok());
+    ASSERT_TRUE(OffloadBlocks(Blocks(0, 0, 1), RandomBlocks(1)).ok());
     const Tokens other = RandomBlocks(2);
     const absl::Status status = OffloadBlocks(Blocks(0, 2, 2), other);
     EXPECT_REASON(status, StatusCode::kResourceExhausted, "PREDICTION_MEMORY");
     EXPECT_TRUE(status.GetPayload("sluice/retry_ms").has_value());
+    EXPECT_EQ(MetaOf(status, "need_rows"), "2");
+    EXPECT_EQ(MetaOf(status, "free_rows"), "1");
     EXPECT_TRUE(Describe(0, 2).predicted);
+    ASSERT_TRUE(OffloadBlocks(Blocks(0, 1, 1), RandomBlocks(1)).ok())
+        << "the one row was given back";
     OffloadResult result;
     ASSERT_TRUE(OffloadBlocks(Blocks(0, 2, 1), other, PredictMode::kBestEffort, &result).code() ==
                 StatusCode::kInvalidArgument)
@@ -397,7 +401,8 @@ TEST_F(Offload, StepsOfOtherSequencesPassAStepThatWaits) {
     session_->Submit(&call);
   };
   submit(waits, third, true);
-  submit(behind, fourth, true);
+  // Reads what the step before it writes: out of its turn it would find no third token.
+  submit(behind, third, false);
   for (int i = 0; i < 3; ++i) {
     submit(passes, other, false);
     ASSERT_TRUE(passes.Wait().ok());
@@ -425,7 +430,7 @@ TEST_F(Offload, StepsOfOtherSequencesPassAStepThatWaits) {
   EXPECT_EQ(cancelled.Wait().code(), StatusCode::kCancelled);
   ASSERT_TRUE(score.Wait().ok());
   EXPECT_EQ(score.predicted[0], 1) << "scored after the offload, in its turn";
-  EXPECT_EQ(Describe(0, 10).valid_tokens, 4u);
+  EXPECT_EQ(Describe(0, 10).valid_tokens, 3u);
 }
 
 TEST_F(Offload, TwoOffloadsIntoOneReservedBlockAndAReleaseMeanwhile) {
