@@ -62,7 +62,8 @@ void CopyOp::Run(int, int64_t begin, int64_t end, WorkerScratch&) {
 PhaseSize ByteCopyOp::Start(int, int) {
   int64_t total_bytes = 0;
   for (int64_t i = 0; i < params.num_copies; ++i) total_bytes += params.copies[i].bytes;
-  const int64_t mean_bytes = std::max<int64_t>(1, total_bytes / std::max<int64_t>(1, params.num_copies));
+  const int64_t mean_bytes =
+      std::max<int64_t>(1, total_bytes / std::max<int64_t>(1, params.num_copies));
   return {params.num_copies, std::max<int64_t>(1, kPieceBytes / mean_bytes)};
 }
 

@@ -4,9 +4,9 @@
 //       .Meta("field", "spec.rank").Meta("value", 200).Meta("allowed", "1..128").Build();
 //   return InvalidField("spec.rank", 200, "1..128 and at most head_dim");
 //
-// The details travel as payloads of the status (URLs "sluice/reason", "sluice/meta/KEY", "sluice/retry_ms",
-// "sluice/resource_type", "sluice/resource_name"); server/rpc turns them into google.rpc details, in one place.
-// Reasons and what to do about them: docs/api.md.
+// The details travel as payloads of the status (URLs "sluice/reason", "sluice/meta/KEY",
+// "sluice/retry_ms", "sluice/resource_type", "sluice/resource_name"); server/rpc turns them into
+// google.rpc details, in one place. Reasons and what to do about them: docs/api.md.
 //
 // Threads: everything here is safe to call from any thread.
 
@@ -25,37 +25,37 @@ namespace sluice {
 
 // Stable: a reason is never renamed or given another meaning.
 enum class Reason {
-  kInvalidField,         // INVALID_ARGUMENT: metadata field, value, allowed
-  kUnequalKv,            // INVALID_ARGUMENT: K and V of unequal head_dim, or MLA: not supported
-  kDuplicateBlock,       // INVALID_ARGUMENT: one (layer, block) twice in a batch, or written by two rows
-  kDuplicateSequence,    // INVALID_ARGUMENT: one sequence twice in a step
-  kSessionNotFound,      // NOT_FOUND
-  kSessionMismatch,      // FAILED_PRECONDITION: attaching with another geometry or fingerprint
-  kSessionDetached,      // FAILED_PRECONDITION: the lease ran out; open it again
-  kSessionClosing,       // FAILED_PRECONDITION: being closed
-  kFenced,               // ABORTED: an older handle
-  kTooManySessions,      // RESOURCE_EXHAUSTED
-  kDeviceMemory,         // RESOURCE_EXHAUSTED: a session's reservation does not fit
-  kHostMemory,           // RESOURCE_EXHAUSTED: no slot left
-  kPredictionMemory,     // RESOURCE_EXHAUSTED: no A_g rows left for replaced blocks; retry
-  kQueueFull,            // RESOURCE_EXHAUSTED: too many calls of the session wait; retry
-  kInflightBytes,        // RESOURCE_EXHAUSTED: too many request bytes held; retry
-  kMessageTooLarge,      // RESOURCE_EXHAUSTED
-  kTooManyRuns,          // RESOURCE_EXHAUSTED: tile runs
-  kSequenceNotFound,     // NOT_FOUND
-  kSequenceExists,       // ALREADY_EXISTS
-  kStaleGeneration,      // ABORTED
-  kBaseBeyondTable,      // FAILED_PRECONDITION
-  kBlockNotFound,        // NOT_FOUND
-  kBlockInTable,         // FAILED_PRECONDITION
-  kBlockShared,          // FAILED_PRECONDITION
-  kTokensMissing,        // FAILED_PRECONDITION: metadata layer, block_id, position
-  kRunNotFound,          // NOT_FOUND
-  kTileOutOfOrder,       // FAILED_PRECONDITION
-  kCancelled,            // CANCELLED
-  kDeadlineExceeded,     // DEADLINE_EXCEEDED
-  kShuttingDown,         // UNAVAILABLE; retry
-  kInternal,             // INTERNAL: a broken invariant of the daemon
+  kInvalidField,    // INVALID_ARGUMENT: metadata field, value, allowed
+  kUnequalKv,       // INVALID_ARGUMENT: K and V of unequal head_dim, or MLA: not supported
+  kDuplicateBlock,  // INVALID_ARGUMENT: one (layer, block) twice in a batch, or written by two rows
+  kDuplicateSequence,  // INVALID_ARGUMENT: one sequence twice in a step
+  kSessionNotFound,    // NOT_FOUND
+  kSessionMismatch,    // FAILED_PRECONDITION: attaching with another geometry or fingerprint
+  kSessionDetached,    // FAILED_PRECONDITION: the lease ran out; open it again
+  kSessionClosing,     // FAILED_PRECONDITION: being closed
+  kFenced,             // ABORTED: an older handle
+  kTooManySessions,    // RESOURCE_EXHAUSTED
+  kDeviceMemory,       // RESOURCE_EXHAUSTED: a session's reservation does not fit
+  kHostMemory,         // RESOURCE_EXHAUSTED: no slot left
+  kPredictionMemory,   // RESOURCE_EXHAUSTED: no A_g rows left for replaced blocks; retry
+  kQueueFull,          // RESOURCE_EXHAUSTED: too many calls of the session wait; retry
+  kInflightBytes,      // RESOURCE_EXHAUSTED: too many request bytes held; retry
+  kMessageTooLarge,    // RESOURCE_EXHAUSTED
+  kTooManyRuns,        // RESOURCE_EXHAUSTED: tile runs
+  kSequenceNotFound,   // NOT_FOUND
+  kSequenceExists,     // ALREADY_EXISTS
+  kStaleGeneration,    // ABORTED
+  kBaseBeyondTable,    // FAILED_PRECONDITION
+  kBlockNotFound,      // NOT_FOUND
+  kBlockInTable,       // FAILED_PRECONDITION
+  kBlockShared,        // FAILED_PRECONDITION
+  kTokensMissing,      // FAILED_PRECONDITION: metadata layer, block_id, position
+  kRunNotFound,        // NOT_FOUND
+  kTileOutOfOrder,     // FAILED_PRECONDITION
+  kCancelled,          // CANCELLED
+  kDeadlineExceeded,   // DEADLINE_EXCEEDED
+  kShuttingDown,       // UNAVAILABLE; retry
+  kInternal,           // INTERNAL: a broken invariant of the daemon
 };
 
 // "INVALID_FIELD" and so on: the ErrorInfo.reason.

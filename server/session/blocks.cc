@@ -52,7 +52,8 @@ absl::Status SessionImpl::CheckBlockSet(const BlockSet& blocks, int64_t max_tota
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<bool>> SessionImpl::LayerFilter(absl::Span<const uint32_t> layers) const {
+absl::StatusOr<std::vector<bool>> SessionImpl::LayerFilter(
+    absl::Span<const uint32_t> layers) const {
   std::vector<bool> wanted(spec_.num_layers, layers.empty());
   for (const uint32_t layer : layers) {
     SLUICE_RETURN_IF_ERROR(CheckLayer(layer, "layers"));
@@ -96,9 +97,8 @@ absl::StatusOr<std::vector<BlockInfo>> SessionImpl::DescribeBlocks(const BlockSe
   std::lock_guard<std::mutex> lock(mutex_);
   SLUICE_RETURN_IF_ERROR(CheckAlive());
   std::vector<BlockInfo> result;
-  ForEach(blocks, spec_.num_layers, [&](uint32_t layer, uint32_t block_id) {
-    result.push_back(InfoOf(layer, block_id));
-  });
+  ForEach(blocks, spec_.num_layers,
+          [&](uint32_t layer, uint32_t block_id) { result.push_back(InfoOf(layer, block_id)); });
   return result;
 }
 

@@ -1,9 +1,10 @@
 // Calls that run on a session's stream: decode steps, scores, tiles, reads of projected keys.
 //
-// A call object belongs to its caller, who fills in the request, hands it to Session::Submit, keeps it and everything
-// that the request's views point to alive until Done() runs, and then may use it again (a used object allocates
-// nothing for a call no larger than one before). Done() runs once, on a thread of the device or of the submitter; it must
-// be short and must not block. status() is the outcome; result fields hold when it is OK.
+// A call object belongs to its caller, who fills in the request, hands it to Session::Submit, keeps
+// it and everything that the request's views point to alive until Done() runs, and then may use it
+// again (a used object allocates nothing for a call no larger than one before). Done() runs once,
+// on a thread of the device or of the submitter; it must be short and must not block. status() is
+// the outcome; result fields hold when it is OK.
 //
 //   class MyStep : public DecodeCall { void Done() override { ... } };
 //   step->layer = 3; ...; session->Submit(step);
@@ -53,8 +54,9 @@ class Call {
   virtual absl::Status Start(SessionImpl& session) = 0;
   // Moves results to where the caller wants them; after the device is done, without the lock.
   virtual void Collect(SessionImpl& session) = 0;
-  // While calls wait for an offload, others that have nothing to do with them may pass. LetsPass marks what those must
-  // leave alone, or says that nothing may pass this call; MayPass: nothing of this call is marked.
+  // While calls wait for an offload, others that have nothing to do with them may pass. LetsPass
+  // marks what those must leave alone, or says that nothing may pass this call; MayPass: nothing of
+  // this call is marked.
   virtual bool LetsPass(SessionImpl&) const { return false; }
   virtual bool MayPass(const SessionImpl&) const { return false; }
 
@@ -76,10 +78,11 @@ class DecodeCall : public Call {
   DType out_dtype = DType::kBf16;  // the session's kv_dtype or kF32
   bool return_lse = false;
 
-  // Result: rows = sum of query_tokens. Views of the call's own memory, until the call is used again.
+  // Result: rows = sum of query_tokens. Views of the call's own memory, until the call is used
+  // again.
   int64_t rows = 0;
-  absl::Span<const std::byte> out;          // [rows, num_query_heads, head_dim]
-  absl::Span<const float> lse;              // [rows, num_query_heads] when asked for
+  absl::Span<const std::byte> out;            // [rows, num_query_heads, head_dim]
+  absl::Span<const float> lse;                // [rows, num_query_heads] when asked for
   std::vector<absl::Status> sequence_status;  // one per sequence
   StepStats stats;
 
@@ -154,7 +157,7 @@ class ReadProjectedKeysCall : public Call {
 class BeginTilesCall : public Call {
  public:
   uint32_t layer = 0;
-  TensorView q;  // [n, num_query_heads, head_dim]
+  TensorView q;          // [n, num_query_heads, head_dim]
   int64_t num_rows = 0;  // n; 0: from q's bytes
   AttentionSpec attention;
   absl::Duration timeout = absl::ZeroDuration();  // zero: 60 s

@@ -37,7 +37,8 @@ DecodeCall::~DecodeCall() = default;
 // The steps of Start, with what they share.
 class DecodeStepBuilder {
  public:
-  DecodeStepBuilder(SessionImpl& session, DecodeCall& call, DecodeCall::Work& work, Staging& staging)
+  DecodeStepBuilder(SessionImpl& session, DecodeCall& call, DecodeCall::Work& work,
+                    Staging& staging)
       : session_(session), call_(call), work_(work), staging_(staging) {}
 
   absl::Status Check();
@@ -201,7 +202,8 @@ absl::Status DecodeStepBuilder::Stage() {
   return absl::OkStatus();
 }
 
-// Every position below the first query token's, or below context_tokens where nothing is written, must be there.
+// Every position below the first query token's, or below context_tokens where nothing is written,
+// must be there.
 absl::Status DecodeStepBuilder::CheckTokens(const SequenceState& state,
                                             const DecodeSequence& sequence) const {
   const int64_t block_tokens = session_.spec_.block_tokens;
@@ -222,8 +224,7 @@ absl::Status DecodeStepBuilder::CheckTokens(const SequenceState& state,
   const int64_t need_tokens = writes() ? first_position(sequence) : sequence.context_tokens;
   for (int64_t index = 0; index * block_tokens < need_tokens; ++index) {
     const int64_t need = std::min(block_tokens, need_tokens - index * block_tokens);
-    const int64_t valid =
-        session_.blocks_->at(call_.layer, state.block_ids[index]).valid_tokens;
+    const int64_t valid = session_.blocks_->at(call_.layer, state.block_ids[index]).valid_tokens;
     if (valid < need) return missing(index, index * block_tokens + valid);
   }
   if (!writes()) return absl::OkStatus();
@@ -248,13 +249,15 @@ void DecodeStepBuilder::PlanWrites(const SequenceState& state, const DecodeSeque
         session_.blocks_->at(call_.layer, state.block_ids[position / spec.block_tokens]);
     work_.copies.push_back({entry.slot, staging_.at(k_offset_ + row * row_bytes),
                             staging_.at(v_offset_ + row * row_bytes),
-                            static_cast<int32_t>(first_token), static_cast<int32_t>(num_tokens), 0});
+                            static_cast<int32_t>(first_token), static_cast<int32_t>(num_tokens),
+                            0});
     if (entry.projected != nullptr) {
       work_.projections.push_back({entry.slot, entry.projected, static_cast<int32_t>(first_token),
                                    static_cast<int32_t>(num_tokens)});
     }
     last_fetch_ = std::max(last_fetch_, entry.last_fetch);
-    // The store is the next work of the stream, or the one after a wait; attention and the end of the call follow it.
+    // The store is the next work of the stream, or the one after a wait; attention and the end of
+    // the call follow it.
     entry.last_write = session_.attention_stream_->enqueued() + 2;
     session_.blocks_->SetValidTokens(
         entry, std::max<int64_t>(entry.valid_tokens, first_token + num_tokens));
@@ -281,8 +284,7 @@ absl::Status DecodeStepBuilder::PlanSequence(const DecodeSequence& sequence, int
   attend.query_tokens = static_cast<int32_t>(sequence.query_tokens);
   work_.attend.push_back(attend);
   for (int64_t index = 0; index < num_blocks; ++index) {
-    work_.addresses.push_back(
-        session_.blocks_->at(call_.layer, state->block_ids[index]).slot);
+    work_.addresses.push_back(session_.blocks_->at(call_.layer, state->block_ids[index]).slot);
   }
   call_.stats.host_blocks += num_blocks;
   call_.stats.host_bytes +=
@@ -334,10 +336,10 @@ void DecodeStepBuilder::Launch() {
                               stream);
   }
   if (!work_.projections.empty()) {
-    session_.ops_.ProjectKeys({session_.layout_, static_cast<int32_t>(session_.spec_.rank),
-                               session_.projection_.data(), 0, work_.projections.data(),
-                               std::ssize(work_.projections)},
-                              stream);
+    session_.ops_.ProjectKeys(
+        {session_.layout_, static_cast<int32_t>(session_.spec_.rank), session_.projection_.data(),
+         0, work_.projections.data(), std::ssize(work_.projections)},
+        stream);
   }
   if (work_.attend.empty()) return;
   AttendParams params;
@@ -363,7 +365,8 @@ absl::Status DecodeCall::Start(SessionImpl& session) {
   return absl::OkStatus();
 }
 
-// A step without updates reads and writes blocks of its own sequences alone, and writes none that another table holds.
+// A step without updates reads and writes blocks of its own sequences alone, and writes none that
+// another table holds.
 bool DecodeCall::LetsPass(SessionImpl& session) const {
   for (const DecodeSequence& sequence : sequences) {
     if (sequence.has_update || sequence.sequence_id >= session.spec_.max_sequences) return false;

@@ -132,17 +132,17 @@ Reservation ComputeReservation(const SessionSpec& spec, int64_t max_message_byte
   longest.context_tokens = spec.max_blocks * spec.block_tokens;
   longest.query_tokens = 1;
   AttendParams attend;
-  attend.layout = SlotLayout(spec.kv_dtype, static_cast<int32_t>(spec.num_kv_heads),
-                             static_cast<int32_t>(spec.head_dim),
-                             static_cast<int32_t>(spec.block_tokens));
+  attend.layout =
+      SlotLayout(spec.kv_dtype, static_cast<int32_t>(spec.num_kv_heads),
+                 static_cast<int32_t>(spec.head_dim), static_cast<int32_t>(spec.block_tokens));
   attend.num_query_heads = static_cast<int32_t>(spec.num_query_heads);
   attend.sequences = &longest;
   attend.num_sequences = 1;
   attend.num_rows = 1;
   const int64_t longest_row_bytes = ops.AttendWorkspaceBytes(attend);
   // Divided, not multiplied: a row over 2^32 tokens times 2^22 rows does not fit into 64 bits.
-  const int64_t most_rows = std::min(spec.max_sequences * kMaxQueryTokens,
-                                     kSplitWorkspaceBytes / longest_row_bytes + 1);
+  const int64_t most_rows =
+      std::min(spec.max_sequences * kMaxQueryTokens, kSplitWorkspaceBytes / longest_row_bytes + 1);
   r.split_workspace_bytes =
       std::max(longest_row_bytes, std::min(kSplitWorkspaceBytes, longest_row_bytes * most_rows));
 
@@ -173,8 +173,8 @@ Reservation ComputeReservation(const SessionSpec& spec, int64_t max_message_byte
                     " x (head_dim ", spec.head_dim, " x 2 bytes of q + (head_dim + 3) x 4 bytes)")},
       {"split_workspace", r.split_workspace_bytes, 0,
        absl::StrCat("partial states of one query token over max_blocks x block_tokens = ",
-                    longest.context_tokens, " tokens: ", longest_row_bytes,
-                    " bytes; more, up to ", kSplitWorkspaceBytes, ", for batches")},
+                    longest.context_tokens, " tokens: ", longest_row_bytes, " bytes; more, up to ",
+                    kSplitWorkspaceBytes, ", for batches")},
       {"score_workspace", r.score_workspace_bytes, 0,
        absl::StrCat("partial states of scoring max_blocks ", spec.max_blocks, " blocks")},
   };
@@ -199,9 +199,9 @@ int64_t LargestThatFits(int64_t high, const std::function<bool(int64_t)>& fits) 
 
 }  // namespace
 
-absl::Status DoesNotFit(const SessionSpec& spec, const Reservation& reservation, int64_t budget_bytes,
-                        int64_t used_bytes, int64_t machine_bytes, int64_t max_message_bytes,
-                        const Ops& ops) {
+absl::Status DoesNotFit(const SessionSpec& spec, const Reservation& reservation,
+                        int64_t budget_bytes, int64_t used_bytes, int64_t machine_bytes,
+                        int64_t max_message_bytes, const Ops& ops) {
   const int64_t free_bytes = std::max<int64_t>(0, UsableBytes(budget_bytes) - used_bytes);
   const int64_t need_bytes = reservation.total_bytes();
   const auto fits = [&](const SessionSpec& other) {
@@ -223,21 +223,20 @@ absl::Status DoesNotFit(const SessionSpec& spec, const Reservation& reservation,
   while (UsableBytes(fits_budget) - used_bytes < need_bytes) ++fits_budget;
   while (UsableBytes(fits_budget - 1) - used_bytes >= need_bytes) --fits_budget;
 
-  Error error(
-      absl::StatusCode::kResourceExhausted, Reason::kDeviceMemory, [&] {
-        std::vector<std::string> helps;
-        if (fits_rank > 0) helps.push_back(absl::StrCat("rank ", fits_rank));
-        if (fits_blocks > 0) helps.push_back(absl::StrCat("max_blocks ", fits_blocks));
-        if (fits_budget <= machine_bytes) {
-          helps.push_back(absl::StrCat("--hbm_budget_bytes=", fits_budget));
-        }
-        return absl::StrCat(
-            "the session needs ", need_bytes, " bytes of device memory, ", free_bytes,
-            " are free (5 % of the budget stays free); A_g: ", reservation.items[0].formula, "; ",
-            helps.empty() ? "no single setting would make it fit"
-                          : absl::StrCat("any one of these would fit: ", absl::StrJoin(helps, ", ")),
-            "; kv_dtype would not help, A_g is BF16 for each");
-      }());
+  Error error(absl::StatusCode::kResourceExhausted, Reason::kDeviceMemory, [&] {
+    std::vector<std::string> helps;
+    if (fits_rank > 0) helps.push_back(absl::StrCat("rank ", fits_rank));
+    if (fits_blocks > 0) helps.push_back(absl::StrCat("max_blocks ", fits_blocks));
+    if (fits_budget <= machine_bytes) {
+      helps.push_back(absl::StrCat("--hbm_budget_bytes=", fits_budget));
+    }
+    return absl::StrCat(
+        "the session needs ", need_bytes, " bytes of device memory, ", free_bytes,
+        " are free (5 % of the budget stays free); A_g: ", reservation.items[0].formula, "; ",
+        helps.empty() ? "no single setting would make it fit"
+                      : absl::StrCat("any one of these would fit: ", absl::StrJoin(helps, ", ")),
+        "; kv_dtype would not help, A_g is BF16 for each");
+  }());
   error.AddMeta("need_bytes", need_bytes);
   error.AddMeta("free_bytes", free_bytes);
   error.AddMeta("budget_bytes", budget_bytes);

@@ -45,8 +45,9 @@ absl::Status ScoreCall::Resolve(SessionImpl& session) {
     work_->block_ids.assign(block_ids.begin(), block_ids.end());
   }
   if (top_k > work_->block_ids.size()) {
-    return InvalidField("top_k", top_k, absl::StrCat("0..", work_->block_ids.size(),
-                                                     ", the blocks that are scored"));
+    return InvalidField(
+        "top_k", top_k,
+        absl::StrCat("0..", work_->block_ids.size(), ", the blocks that are scored"));
   }
   return absl::OkStatus();
 }
@@ -106,8 +107,8 @@ void ScoreCall::Collect(SessionImpl&) {
   const int64_t* order = internal_->staging.at<int64_t>(work_->top_offset);
   for (uint32_t i = 0; i < top_k; ++i) {
     const auto index = static_cast<uint32_t>(order[i]);
-    work_->top.push_back({index, work_->block_ids[index], values[index],
-                          work_->predicted[index] != 0});
+    work_->top.push_back(
+        {index, work_->block_ids[index], values[index], work_->predicted[index] != 0});
   }
   top = work_->top;
 }

@@ -1,4 +1,5 @@
-// Sequences of a session: tables of block ids, their generations, and the slots that they set aside.
+// Sequences of a session: tables of block ids, their generations, and the slots that they set
+// aside.
 
 #include <algorithm>
 #include <memory>
@@ -41,7 +42,8 @@ absl::Status SessionImpl::CheckUpdate(const SequenceUpdate& update, absl::string
   }
   const uint64_t stamp = next_stamp_++;
   for (const uint32_t block_id : update.block_ids) {
-    if (block_id >= spec_.max_blocks) return CheckBlockId(block_id, absl::StrCat(field, ".block_ids"));
+    if (block_id >= spec_.max_blocks)
+      return CheckBlockId(block_id, absl::StrCat(field, ".block_ids"));
     if (std::exchange(block_marks_[block_id], stamp) == stamp) {
       return InvalidField(absl::StrCat(field, ".block_ids"), block_id, "no id twice in one table");
     }
@@ -64,7 +66,8 @@ absl::StatusOr<SessionImpl::PutResult> SessionImpl::ApplyUpdate(const SequenceUp
         .Meta("table_blocks", length);
   }
   const size_t new_length = update.base_blocks + update.block_ids.size();
-  // Where the table and the update agree nothing changes: all of it, when the update is a repeated one.
+  // Where the table and the update agree nothing changes: all of it, when the update is a repeated
+  // one.
   size_t same = update.base_blocks;
   while (same < std::min(length, new_length) &&
          sequence->block_ids[same] == update.block_ids[same - update.base_blocks]) {
@@ -96,7 +99,8 @@ absl::StatusOr<SessionImpl::PutResult> SessionImpl::ApplyUpdate(const SequenceUp
 
 // Sets a slot and an A_g row aside in every layer that has none, or nothing at all.
 absl::StatusOr<int64_t> SessionImpl::ReserveBlocks(absl::Span<const uint32_t> block_ids) {
-  // A table of ids in many layers can ask for far more than the host has: the count ends where that is clear.
+  // A table of ids in many layers can ask for far more than the host has: the count ends where that
+  // is clear.
   blocks_->Reclaim();
   const int64_t most = blocks_->max_free_slots();
   int64_t count = 0;
@@ -171,7 +175,8 @@ absl::StatusOr<uint32_t> SessionImpl::ForkSequence(uint32_t source_sequence_id,
     }
   }
   if (target_sequence_id == source_sequence_id) {
-    return InvalidField("target_sequence_id", target_sequence_id, "another than source_sequence_id");
+    return InvalidField("target_sequence_id", target_sequence_id,
+                        "another than source_sequence_id");
   }
   if (target_generation == 0) return InvalidField("target_generation", 0, "1 or more");
   const SequenceState* source = FindSequence(source_sequence_id);
@@ -183,9 +188,9 @@ absl::StatusOr<uint32_t> SessionImpl::ForkSequence(uint32_t source_sequence_id,
   if (context_tokens < 0 || context_tokens > table_tokens) {
     return InvalidField("context_tokens", context_tokens, absl::StrCat("0..", table_tokens));
   }
-  const int64_t num_blocks =
-      context_tokens == 0 ? std::ssize(source->block_ids)
-                          : (context_tokens + spec_.block_tokens - 1) / spec_.block_tokens;
+  const int64_t num_blocks = context_tokens == 0
+                                 ? std::ssize(source->block_ids)
+                                 : (context_tokens + spec_.block_tokens - 1) / spec_.block_tokens;
   std::vector<uint32_t> shared(source->block_ids.begin(), source->block_ids.begin() + num_blocks);
   if (const SequenceState* target = FindSequence(target_sequence_id); target != nullptr) {
     // A repeated fork finds what the first one made.
@@ -247,7 +252,8 @@ absl::StatusOr<int64_t> SessionImpl::ReleaseSequence(absl::Span<const uint32_t> 
   const uint64_t stamp = next_stamp_++;
   for (const uint32_t sequence_id : sequence_ids) {
     if (sequence_id >= spec_.max_sequences) {
-      return InvalidField("sequence_ids", sequence_id, absl::StrCat("0..", spec_.max_sequences - 1));
+      return InvalidField("sequence_ids", sequence_id,
+                          absl::StrCat("0..", spec_.max_sequences - 1));
     }
     if (std::exchange(sequence_marks_[sequence_id], stamp) == stamp) {
       return InvalidField("sequence_ids", sequence_id, "no id twice");
@@ -274,7 +280,8 @@ absl::StatusOr<int64_t> SessionImpl::ReleaseSequence(absl::Span<const uint32_t> 
 std::vector<SequenceInfo> SessionImpl::ListSequences(uint32_t first_sequence_id,
                                                      int64_t limit) const {
   std::vector<SequenceInfo> result;
-  // Locked anew for each one: counting the tokens of a long sequence visits every block in every layer.
+  // Locked anew for each one: counting the tokens of a long sequence visits every block in every
+  // layer.
   for (size_t id = first_sequence_id; std::ssize(result) < limit; ++id) {
     std::lock_guard<std::mutex> lock(mutex_);
     while (id < sequences_.size() && sequences_[id] == nullptr) ++id;

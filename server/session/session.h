@@ -1,11 +1,12 @@
 // A session: one scheduler's blocks, A_g, sequences, running states and streams. Knows no RPC.
 //
-// Threads: every method may be called from any thread; none blocks for longer than a bookkeeping step.
-// Ownership: SessionManager owns sessions and hands out shared_ptrs; a session outlives the calls in it.
-// Order: calls given to Submit run in that order; only where a decode step waits for an offload into a block that it writes,
-// steps of other sequences pass it. Offloads and fetches run beside them and are ordered
-// against them per block: a write waits for a fetch of the same block that has begun, a fetch waits
-// for writes of the same block that were enqueued before it, an offload becomes visible at one point.
+// Threads: every method may be called from any thread; none blocks for longer than a bookkeeping
+// step. Ownership: SessionManager owns sessions and hands out shared_ptrs; a session outlives the
+// calls in it. Order: calls given to Submit run in that order; only where a decode step waits for
+// an offload into a block that it writes, steps of other sequences pass it. Offloads and fetches
+// run beside them and are ordered against them per block: a write waits for a fetch of the same
+// block that has begun, a fetch waits for writes of the same block that were enqueued before it, an
+// offload becomes visible at one point.
 
 #ifndef SERVER_SESSION_SESSION_H_
 #define SERVER_SESSION_SESSION_H_
@@ -51,9 +52,11 @@ class Session {
     int64_t reserved_blocks = 0;
   };
   [[nodiscard]] virtual absl::StatusOr<PutResult> PutSequence(const SequenceUpdate& update) = 0;
-  [[nodiscard]] virtual absl::StatusOr<uint32_t> ForkSequence(
-      uint32_t source_sequence_id, uint64_t source_generation, uint32_t target_sequence_id,
-      uint64_t target_generation, int64_t context_tokens) = 0;
+  [[nodiscard]] virtual absl::StatusOr<uint32_t> ForkSequence(uint32_t source_sequence_id,
+                                                              uint64_t source_generation,
+                                                              uint32_t target_sequence_id,
+                                                              uint64_t target_generation,
+                                                              int64_t context_tokens) = 0;
   [[nodiscard]] virtual absl::StatusOr<uint32_t> TruncateSequence(uint32_t sequence_id,
                                                                   uint64_t generation,
                                                                   int64_t context_tokens) = 0;
@@ -70,7 +73,8 @@ class Session {
     uint32_t layer = 0;
     uint32_t block_id = 0;
   };
-  // Blocks from `cursor` on, at most `limit`; sets `next` and returns true there if there may be more.
+  // Blocks from `cursor` on, at most `limit`; sets `next` and returns true there if there may be
+  // more.
   struct BlockPage {
     std::vector<BlockInfo> blocks;
     bool more = false;

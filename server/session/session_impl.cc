@@ -101,8 +101,7 @@ absl::Status SessionImpl::Init() {
     const absl::Status committed = device_->Commit(*buffer, 0, bytes);
     return committed.ok() ? committed : no_memory(committed);
   };
-  SLUICE_RETURN_IF_ERROR(
-      reserve(MemoryKind::kDevice, reservation_.projection_bytes, &projection_));
+  SLUICE_RETURN_IF_ERROR(reserve(MemoryKind::kDevice, reservation_.projection_bytes, &projection_));
   SLUICE_RETURN_IF_ERROR(
       reserve(MemoryKind::kDevice, reservation_.split_workspace_bytes, &split_workspace_));
   SLUICE_RETURN_IF_ERROR(
@@ -185,17 +184,18 @@ SessionInfo SessionImpl::Info() const {
   info.memory = reservation_.items;
   for (MemoryItem& item : info.memory) {
     if (item.name == "a_g") {
-      item.used_bytes =
-          std::min(item.reserved_bytes, rows_->used_rows() * row_bytes_);
+      item.used_bytes = std::min(item.reserved_bytes, rows_->used_rows() * row_bytes_);
     } else if (item.name == "a_g_replacement") {
       item.used_bytes =
           std::max<int64_t>(0, rows_->used_rows() * row_bytes_ - reservation_.a_g_bytes);
     } else if (item.name == "running_state") {
-      item.used_bytes = run_rows_ * (item.reserved_bytes / std::max<int64_t>(1, reservation_.run_rows));
+      item.used_bytes =
+          run_rows_ * (item.reserved_bytes / std::max<int64_t>(1, reservation_.run_rows));
     }
   }
   info.memory.push_back(
-      {"blocks.host", spec_.host_budget_bytes > 0 ? spec_.host_budget_bytes : store_->budget_bytes(),
+      {"blocks.host",
+       spec_.host_budget_bytes > 0 ? spec_.host_budget_bytes : store_->budget_bytes(),
        blocks_->num_slots() * blocks_->stride_bytes(),
        absl::StrCat("blocks ", blocks_->num_slots(), " x (slot ", slot_bytes_,
                     " bytes, rounded up to ", blocks_->stride_bytes(), ")")});
@@ -283,7 +283,8 @@ void SessionImpl::EndCloseKeeping() {
 }
 
 int64_t SessionImpl::Teardown() {
-  // Streams are waited for without the lock: the last task of a stream may still be on its way out of it.
+  // Streams are waited for without the lock: the last task of a stream may still be on its way out
+  // of it.
   attention_stream_->Synchronize();
   ingest_stream_->Synchronize();
   fetch_stream_->Synchronize();
@@ -388,8 +389,8 @@ void SessionImpl::Pump(Call** ended) {
     const absl::Time now = absl::Now();
     absl::Status status;
     if (call->cancelled_.load(std::memory_order_relaxed)) {
-      status = Error(absl::StatusCode::kCancelled, Reason::kCancelled,
-                     "cancelled before it started");
+      status =
+          Error(absl::StatusCode::kCancelled, Reason::kCancelled, "cancelled before it started");
     } else if (now > call->deadline) {
       status = Error(absl::StatusCode::kDeadlineExceeded, Reason::kDeadlineExceeded,
                      "the deadline passed before the call started");
@@ -401,7 +402,8 @@ void SessionImpl::Pump(Call** ended) {
         waits = absl::IsUnavailable(status);
       }
       if (waits) {
-        // An offload is filling a block that this call, or one before it, writes; it pumps again when it is done.
+        // An offload is filling a block that this call, or one before it, writes; it pumps again
+        // when it is done.
         if (!std::exchange(some_wait, true)) waiting_stamp_ = next_stamp_++;
         if (!call->LetsPass(*this)) return;
         previous = std::exchange(call, internal.next);
@@ -512,8 +514,8 @@ absl::Status SessionImpl::CheckOutDtype(DType dtype) const {
 
 absl::Status SessionImpl::CheckAttention(const AttentionSpec& attention,
                                          AttendOptions* options) const {
-  options->scale = attention.has_scale ? attention.scale
-                                       : 1.0f / std::sqrt(static_cast<float>(spec_.head_dim));
+  options->scale =
+      attention.has_scale ? attention.scale : 1.0f / std::sqrt(static_cast<float>(spec_.head_dim));
   if (!std::isfinite(options->scale)) {
     return InvalidField("options.scale", attention.scale, "a finite number");
   }
@@ -529,7 +531,8 @@ absl::Status SessionImpl::CheckAttention(const AttentionSpec& attention,
   }
   if (!attention.sink_logits.empty() &&
       std::ssize(attention.sink_logits) != spec_.num_query_heads) {
-    return InvalidField("options.sink_logits", absl::StrCat(attention.sink_logits.size(), " values"),
+    return InvalidField("options.sink_logits",
+                        absl::StrCat(attention.sink_logits.size(), " values"),
                         absl::StrCat("none, or num_query_heads (", spec_.num_query_heads, ")"));
   }
   for (const float sink : attention.sink_logits) {
@@ -551,8 +554,8 @@ void SessionImpl::LaunchAttend(AttendParams params, std::vector<AttendSequence>*
     ops_.Attend(params, *attention_stream_);
     return;
   }
-  // Pieces share the workspace one after the other. Bits depend neither on how a batch is cut nor on query_tokens, so
-  // every query token may be a sequence of its own; one of them always fits.
+  // Pieces share the workspace one after the other. Bits depend neither on how a batch is cut nor
+  // on query_tokens, so every query token may be a sequence of its own; one of them always fits.
   pieces->clear();
   for (int64_t i = 0; i < params.num_sequences; ++i) {
     AttendSequence piece = params.sequences[i];
@@ -564,7 +567,8 @@ void SessionImpl::LaunchAttend(AttendParams params, std::vector<AttendSequence>*
     }
   }
   const AttendSequence* const end = pieces->data() + pieces->size();
-  // Batches grow in steps that double and halve: reckoning the workspace of a batch takes as long as the batch is.
+  // Batches grow in steps that double and halve: reckoning the workspace of a batch takes as long
+  // as the batch is.
   for (params.sequences = pieces->data(); params.sequences != end;
        params.sequences += params.num_sequences) {
     const int64_t most = end - params.sequences;

@@ -1,8 +1,9 @@
-// The one implementation of Session. Its parts are in session_impl.cc (life and queue), sequences.cc, blocks.cc,
-// transfer.cc (offload and fetch), decode_call.cc, score_call.cc, tile_calls.cc.
+// The one implementation of Session. Its parts are in session_impl.cc (life and queue),
+// sequences.cc, blocks.cc, transfer.cc (offload and fetch), decode_call.cc, score_call.cc,
+// tile_calls.cc.
 //
-// One lock guards all bookkeeping and is held for bookkeeping only. Work runs on three streams: attention (calls, in
-// order), ingest (offloads) and fetch.
+// One lock guards all bookkeeping and is held for bookkeeping only. Work runs on three streams:
+// attention (calls, in order), ingest (offloads) and fetch.
 
 #ifndef SERVER_SESSION_SESSION_IMPL_H_
 #define SERVER_SESSION_SESSION_IMPL_H_
@@ -55,7 +56,7 @@ struct Call::Internal final : public HostTask {
   void Run() override;
 
   Call* const call;
-  Call* next = nullptr;              // in the session's queue
+  Call* next = nullptr;  // in the session's queue
   class SessionImpl* session = nullptr;
   absl::Time submit_time;
   absl::Time start_time;
@@ -71,7 +72,8 @@ class SessionImpl final : public Session {
     int64_t max_queued_calls = 0;
     int64_t max_tile_runs = 0;
     std::function<absl::Time()> now;
-    // Told, from any thread and with no lock held, that nothing is in flight any more after BeginClose.
+    // Told, from any thread and with no lock held, that nothing is in flight any more after
+    // BeginClose.
     std::function<void()> on_drained;
   };
   [[nodiscard]] static absl::StatusOr<std::shared_ptr<SessionImpl>> Create(Options options,
@@ -101,26 +103,29 @@ class SessionImpl final : public Session {
   absl::StatusOr<std::vector<BlockInfo>> DescribeBlocks(const BlockSet& blocks) const override;
   absl::StatusOr<BlockPage> ListBlocks(absl::Span<const uint32_t> layers, Tier tier,
                                        BlockCursor cursor, int64_t limit) const override;
-  absl::StatusOr<std::vector<BlockInfo>> FindBlocks(absl::Span<const std::string> tags,
-                                                    absl::Span<const uint32_t> layers) const override;
+  absl::StatusOr<std::vector<BlockInfo>> FindBlocks(
+      absl::Span<const std::string> tags, absl::Span<const uint32_t> layers) const override;
   absl::StatusOr<DropResult> DropBlocks(const BlockSet& blocks, bool allow_missing) override;
 
   // For the manager.
 
-  // Compares what is fixed at the first opening; FAILED_PRECONDITION SESSION_MISMATCH names the first difference.
+  // Compares what is fixed at the first opening; FAILED_PRECONDITION SESSION_MISMATCH names the
+  // first difference.
   [[nodiscard]] absl::Status CheckSameSession(const SessionSpec& spec) const;
   // A new epoch takes over: budgets, lease and retention are those of `spec`.
   void Attach(const SessionSpec& spec, uint64_t epoch);
-  // Applies lease, retention and the deadlines of tile runs as of `now`. True: the retention is over.
+  // Applies lease, retention and the deadlines of tile runs as of `now`. True: the retention is
+  // over.
   bool Expire(absl::Time now);
-  // Refuses new work with SESSION_CLOSING; on_drained follows, perhaps at once. FAILED_PRECONDITION when already closing.
+  // Refuses new work with SESSION_CLOSING; on_drained follows, perhaps at once. FAILED_PRECONDITION
+  // when already closing.
   [[nodiscard]] absl::Status BeginClose();
   // Blocks until nothing is queued or in flight; new work keeps it waiting.
   void WaitUntilIdle();
   // After on_drained: detaches, and accepts a new Attach.
   void EndCloseKeeping();
-  // After on_drained, never on a thread of the device: gives everything back; returns the bytes of blocks. Calls that
-  // come later are NOT_FOUND.
+  // After on_drained, never on a thread of the device: gives everything back; returns the bytes of
+  // blocks. Calls that come later are NOT_FOUND.
   int64_t Teardown();
   uint64_t epoch() const;
 
@@ -144,15 +149,15 @@ class SessionImpl final : public Session {
   [[nodiscard]] absl::Status Init();
 
   // The queue; the lock is held. Calls that ended without the device are linked to *ended.
-  absl::Status CheckAlive() const;    // NOT_FOUND once torn down
-  absl::Status AdmitChange() const;   // CheckAlive, and SESSION_CLOSING
-  absl::Status Admit() const;         // AdmitChange, and QUEUE_FULL
+  absl::Status CheckAlive() const;   // NOT_FOUND once torn down
+  absl::Status AdmitChange() const;  // CheckAlive, and SESSION_CLOSING
+  absl::Status Admit() const;        // AdmitChange, and QUEUE_FULL
   void Pump(Call** ended);
   static void RunDone(Call* ended);
   void OnCallComplete(Call* call);
   bool Idle() const;
-  // To be called under the lock when work ended: wakes WaitUntilIdle, and returns on_drained when it is due, to be called
-  // after the lock is let go.
+  // To be called under the lock when work ended: wakes WaitUntilIdle, and returns on_drained when
+  // it is due, to be called after the lock is let go.
   std::function<void()> TakeDrained();
 
   // Sequences; the lock is held.
@@ -241,10 +246,11 @@ class SessionImpl final : public Session {
   // Marks for checks without allocation: an element is marked when it equals the newest stamp.
   uint64_t next_stamp_ = 1;
   std::vector<uint64_t> sequence_marks_;  // [max_sequences]
-  std::vector<uint64_t> waiting_marks_;   // [max_sequences]: sequences of calls that wait for an offload
+  std::vector<uint64_t>
+      waiting_marks_;  // [max_sequences]: sequences of calls that wait for an offload
   uint64_t waiting_stamp_ = 0;
-  LazyArray<uint64_t> block_marks_;       // [max_blocks]: stamp
-  LazyArray<uint32_t> block_writers_;     // [max_blocks]: index of the sequence that writes it
+  LazyArray<uint64_t> block_marks_;    // [max_blocks]: stamp
+  LazyArray<uint32_t> block_writers_;  // [max_blocks]: index of the sequence that writes it
   std::vector<std::byte*> scratch_slots_;
 };
 

@@ -26,7 +26,8 @@ constexpr absl::Duration kClosingRetry = absl::Milliseconds(50);
 
 using CloseDone = std::function<void(absl::StatusOr<int64_t>)>;
 
-// Open and closed sessions live here; a thread of its own ends sessions, since that waits for their streams.
+// Open and closed sessions live here; a thread of its own ends sessions, since that waits for their
+// streams.
 class SessionManagerImpl final : public SessionManager {
  public:
   SessionManagerImpl(const SessionManagerOptions& options, Device* device)
@@ -123,11 +124,9 @@ absl::StatusOr<SessionManager::Opened> SessionManagerImpl::OpenNew(const Session
   }
   SessionImpl::Options options;
   options.spec = spec;
-  options.reservation =
-      ComputeReservation(spec, options_.max_message_bytes, device_->ops());
+  options.reservation = ComputeReservation(spec, options_.max_message_bytes, device_->ops());
   const int64_t need_bytes = options.reservation.total_bytes();
-  const int64_t free_bytes =
-      UsableBytes(options_.hbm_budget_bytes) - device_budget_.used_bytes();
+  const int64_t free_bytes = UsableBytes(options_.hbm_budget_bytes) - device_budget_.used_bytes();
   if (need_bytes > free_bytes || !device_budget_.TryTake(need_bytes)) {
     return DoesNotFit(spec, options.reservation, options_.hbm_budget_bytes,
                       device_budget_.used_bytes(), device_->info().total_memory_bytes,

@@ -4,8 +4,8 @@
 //   SLUICE_ASSIGN_OR_RETURN(auto opened, manager->Open(spec));
 //   SLUICE_ASSIGN_OR_RETURN(auto session, manager->Find(opened.info.name, opened.info.epoch));
 //
-// Threads: every method may be called from any thread and does not block, Shutdown and the destructor apart.
-// Ownership: the device must outlive the manager.
+// Threads: every method may be called from any thread and does not block, Shutdown and the
+// destructor apart. Ownership: the device must outlive the manager.
 
 #ifndef SERVER_SESSION_SESSION_MANAGER_H_
 #define SERVER_SESSION_SESSION_MANAGER_H_
@@ -25,7 +25,8 @@
 namespace sluice {
 
 struct SessionManagerOptions {
-  // Device memory for A_g, tables, states and workspaces. 0: on the CPU device a quarter of physical memory.
+  // Device memory for A_g, tables, states and workspaces. 0: on the CPU device a quarter of
+  // physical memory.
   int64_t hbm_budget_bytes = 0;
   // Pinned host memory for slots. 0: half of physical memory.
   int64_t host_budget_bytes = 0;
@@ -53,7 +54,8 @@ class SessionManager {
   };
   // See OpenSession in proto/sluice/v1/session.proto.
   [[nodiscard]] virtual absl::StatusOr<Opened> Open(const SessionSpec& spec) = 0;
-  // The session of a handle, lease renewed. NOT_FOUND SESSION_NOT_FOUND, and Session::CheckHandle's errors.
+  // The session of a handle, lease renewed. NOT_FOUND SESSION_NOT_FOUND, and Session::CheckHandle's
+  // errors.
   [[nodiscard]] virtual absl::StatusOr<std::shared_ptr<Session>> Find(const std::string& name,
                                                                       uint64_t epoch) = 0;
   // Sessions with name >= first_name, in order of name, at most `limit`.

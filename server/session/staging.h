@@ -30,7 +30,8 @@ class Staging {
     planned_bytes_ += (bytes + 63) / 64 * 64;
     return offset;
   }
-  // Makes room for all pieces added since Begin. Pointers from an earlier round are not valid any more.
+  // Makes room for all pieces added since Begin. Pointers from an earlier round are not valid any
+  // more.
   [[nodiscard]] absl::Status Commit(Device& device) {
     if (planned_bytes_ <= buffer_.bytes()) return absl::OkStatus();
     const int64_t bytes = std::max(planned_bytes_ + planned_bytes_ / 2, int64_t{64} << 10);

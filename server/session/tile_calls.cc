@@ -28,7 +28,8 @@ absl::StatusOr<std::shared_ptr<TileRun>> SessionImpl::FindRun(uint64_t run_id) {
   const auto it = runs_.find(run_id);
   if (it == runs_.end()) {
     return Error(absl::StatusCode::kNotFound, Reason::kRunNotFound,
-                 absl::StrCat("no tile run ", run_id, ": never begun, finalized, aborted or timed out"))
+                 absl::StrCat("no tile run ", run_id,
+                              ": never begun, finalized, aborted or timed out"))
         .Meta("run_id", run_id)
         .Resource("tile_run", absl::StrCat(run_id));
   }
@@ -57,24 +58,25 @@ absl::Status BeginTilesCall::Start(SessionImpl& session) {
   const SessionSpec& spec = session.spec_;
   SLUICE_RETURN_IF_ERROR(session.CheckLayer(layer));
   const int64_t q_row_bytes = spec.num_query_heads * spec.head_dim * 2;
-  const int64_t rows = num_rows > 0        ? num_rows
+  const int64_t rows = num_rows > 0      ? num_rows
                        : q.shape.empty() ? q.bytes / q_row_bytes
                                          : q.shape[0];
   // More could never begin, however many other runs end.
   const int64_t most_rows = std::min(kMaxRows, session.reservation_.run_rows);
   if (q.given() && (rows < 1 || rows > most_rows)) {
-    return InvalidField("q.shape", absl::StrCat(rows, " rows"),
-                        absl::StrCat("1..", most_rows, " rows (2 x max_sequences, at most ", kMaxRows,
-                                     ")"));
+    return InvalidField(
+        "q.shape", absl::StrCat(rows, " rows"),
+        absl::StrCat("1..", most_rows, " rows (2 x max_sequences, at most ", kMaxRows, ")"));
   }
   const int64_t q_dims[] = {rows, spec.num_query_heads, spec.head_dim};
   SLUICE_RETURN_IF_ERROR(CheckTensor(q, "q", spec.kv_dtype, q_dims));
   auto run = std::make_shared<TileRun>();
   SLUICE_RETURN_IF_ERROR(session.CheckAttention(attention, &run->options));
   if (attention.window_tokens != 0 || attention.sink_tokens != 0) {
-    return InvalidField(attention.window_tokens != 0 ? "options.window_tokens" : "options.sink_tokens",
-                        std::max(attention.window_tokens, attention.sink_tokens),
-                        "0 with tiles: which blocks are seen is the caller's choice");
+    return InvalidField(
+        attention.window_tokens != 0 ? "options.window_tokens" : "options.sink_tokens",
+        std::max(attention.window_tokens, attention.sink_tokens),
+        "0 with tiles: which blocks are seen is the caller's choice");
   }
   const absl::Duration run_timeout = timeout == absl::ZeroDuration() ? kDefaultTimeout : timeout;
   if (run_timeout < kMinTimeout || run_timeout > kMaxTimeout) {
@@ -83,11 +85,12 @@ absl::Status BeginTilesCall::Start(SessionImpl& session) {
   session.ExpireRuns(session.now_());
   if (std::ssize(session.runs_) >= session.max_tile_runs_ ||
       session.run_rows_ + rows > session.reservation_.run_rows) {
-    return Error(absl::StatusCode::kResourceExhausted, Reason::kTooManyRuns,
-                 absl::StrCat(session.runs_.size(), " tile runs with ", session.run_rows_,
-                              " rows are open; allowed: --max_tile_runs_per_session=",
-                              session.max_tile_runs_, " and 2 x max_sequences = ",
-                              session.reservation_.run_rows, " rows in all"))
+    return Error(
+               absl::StatusCode::kResourceExhausted, Reason::kTooManyRuns,
+               absl::StrCat(
+                   session.runs_.size(), " tile runs with ", session.run_rows_,
+                   " rows are open; allowed: --max_tile_runs_per_session=", session.max_tile_runs_,
+                   " and 2 x max_sequences = ", session.reservation_.run_rows, " rows in all"))
         .Meta("open_runs", session.runs_.size())
         .Meta("open_rows", session.run_rows_)
         .Meta("allowed_rows", session.reservation_.run_rows)
@@ -120,7 +123,8 @@ absl::Status BeginTilesCall::Start(SessionImpl& session) {
                            *session.attention_stream_);
   run_id = session.next_run_id_++;
   session.run_rows_ += rows;
-  // Held until the call is complete, so that an expiry meanwhile does not free what the device writes.
+  // Held until the call is complete, so that an expiry meanwhile does not free what the device
+  // writes.
   run_ = run;
   session.runs_.emplace(run_id, std::move(run));
   return absl::OkStatus();

@@ -1,10 +1,10 @@
 // Offloads and fetches: blocks in and out beside the attention stream.
 //
-// An offload fills slots that nobody sees yet and then becomes visible at one point, in CommitOffload. A block that a
-// table has reserved lends its slot to the offload (num_fillers), so that reserved memory is enough; a decode step that
-// would write such a block waits in the queue until the offload is done.
-// A fetch copies on the fetch stream: it waits there for appends that were enqueued before it, and later appends into the
-// same block wait for it.
+// An offload fills slots that nobody sees yet and then becomes visible at one point, in
+// CommitOffload. A block that a table has reserved lends its slot to the offload (num_fillers), so
+// that reserved memory is enough; a decode step that would write such a block waits in the queue
+// until the offload is done. A fetch copies on the fetch stream: it waits there for appends that
+// were enqueued before it, and later appends into the same block wait for it.
 
 #include <algorithm>
 #include <type_traits>
@@ -36,9 +36,7 @@ struct OffloadCall::Work final : public HostTask {
   };
 
   explicit Work(OffloadCall* call) : call(call) {}
-  void Run() override {
-    session->OnTransferComplete(call);
-  }
+  void Run() override { session->OnTransferComplete(call); }
 
   OffloadCall* const call;
   SessionImpl* session = nullptr;
@@ -54,9 +52,7 @@ OffloadCall::~OffloadCall() = default;
 
 struct FetchCall::Work final : public HostTask {
   explicit Work(FetchCall* call) : call(call) {}
-  void Run() override {
-    session->OnTransferComplete(call);
-  }
+  void Run() override { session->OnTransferComplete(call); }
 
   FetchCall* const call;
   SessionImpl* session = nullptr;
@@ -116,7 +112,8 @@ absl::Status SessionImpl::CheckOffload(OffloadCall& call) {
                           absl::StrCat("0 (all) .. ", spec_.block_tokens));
     }
     if (std::ssize(block.tag) > kMaxTagBytes) {
-      return InvalidField("blocks.tag", absl::StrCat(block.tag.size(), " bytes"), "at most 32 bytes");
+      return InvalidField("blocks.tag", absl::StrCat(block.tag.size(), " bytes"),
+                          "at most 32 bytes");
     }
     keys.push_back(block.layer * spec_.max_blocks + block.block_id);
   }
@@ -142,7 +139,8 @@ absl::Status SessionImpl::CheckOffload(OffloadCall& call) {
   return CheckTensor(call.v, "v", spec_.kv_dtype, dims);
 }
 
-// An A_g row for each target that a reserved block does not bring along; all of them, unless prediction is best effort.
+// An A_g row for each target that a reserved block does not bring along; all of them, unless
+// prediction is best effort.
 absl::Status SessionImpl::TakeRows(OffloadCall& call) {
   if (call.predict == PredictMode::kOff) return absl::OkStatus();
   for (size_t i = 0; i < call.blocks.size(); ++i) {

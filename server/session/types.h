@@ -44,7 +44,7 @@ struct SessionSpec {
   int64_t tile_blocks = 0;    // 0: 256
   int64_t host_budget_bytes = 0;
   int64_t hbm_budget_bytes = 0;
-  absl::Duration lease = absl::ZeroDuration();       // zero: 60 s
+  absl::Duration lease = absl::ZeroDuration();  // zero: 60 s
   absl::Duration retention = absl::ZeroDuration();
 };
 
@@ -134,7 +134,7 @@ struct AttentionSpec {
 
 struct DecodeSequence {
   uint32_t sequence_id = 0;
-  uint64_t generation = 0;   // 0: not compared
+  uint64_t generation = 0;  // 0: not compared
   uint32_t query_tokens = 1;
   int64_t context_tokens = 0;
   bool has_update = false;

@@ -39,8 +39,8 @@ absl::Status HostSlotStore::AllocateLocked(int64_t stride_bytes, absl::Span<std:
   for (std::byte*& slot : slots) {
     if (stride_class.open.empty()) {
       auto chunk = std::make_unique<Chunk>();
-      chunk->capacity_slots = 
-          std::max<int64_t>(1, std::min(options_.chunk_bytes, options_.budget_bytes) / stride_bytes);
+      chunk->capacity_slots = std::max<int64_t>(
+          1, std::min(options_.chunk_bytes, options_.budget_bytes) / stride_bytes);
       const int64_t bytes = chunk->capacity_slots * stride_bytes;
       auto buffer = device_->Reserve(MemoryKind::kHost, bytes);
       absl::Status status = buffer.status();

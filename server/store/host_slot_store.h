@@ -21,7 +21,8 @@ namespace sluice {
 
 struct HostSlotStoreOptions {
   int64_t budget_bytes = 0;
-  // Chunks are of about this many bytes (of the budget, where that is less), and hold at least one slot.
+  // Chunks are of about this many bytes (of the budget, where that is less), and hold at least one
+  // slot.
   int64_t chunk_bytes = int64_t{64} << 20;
 };
 
@@ -39,7 +40,7 @@ class HostSlotStore final : public SlotStore {
   struct Chunk {
     Buffer buffer;
     int64_t capacity_slots = 0;
-    int64_t fresh_slots = 0;        // slots from here on were never handed out
+    int64_t fresh_slots = 0;  // slots from here on were never handed out
     int64_t live_slots = 0;
     std::vector<std::byte*> freed;  // handed out before, free now
     bool full() const { return freed.empty() && fresh_slots == capacity_slots; }
@@ -50,7 +51,8 @@ class HostSlotStore final : public SlotStore {
     std::vector<Chunk*> open;
   };
 
-  absl::Status AllocateLocked(int64_t stride_bytes, absl::Span<std::byte*> slots, int64_t* num_taken);
+  absl::Status AllocateLocked(int64_t stride_bytes, absl::Span<std::byte*> slots,
+                              int64_t* num_taken);
   void FreeLocked(int64_t stride_bytes, absl::Span<std::byte* const> slots);
 
   const HostSlotStoreOptions options_;

@@ -22,7 +22,9 @@ class SlotStore {
   virtual ~SlotStore() = default;
 
   // Bytes that one slot counts for: its bytes rounded up to 4,096.
-  static constexpr int64_t StrideBytes(int64_t slot_bytes) { return (slot_bytes + 4095) / 4096 * 4096; }
+  static constexpr int64_t StrideBytes(int64_t slot_bytes) {
+    return (slot_bytes + 4095) / 4096 * 4096;
+  }
 
   // Fills `slots` with addresses of that many slots, or takes none: RESOURCE_EXHAUSTED HOST_MEMORY.
   // What a new slot holds is not defined.

@@ -41,8 +41,8 @@ int64_t BlockTable::max_free_slots() const {
 }
 
 absl::Status BlockTable::NoRoom(int64_t count) const {
-  const bool own = options_.budget_bytes > 0 &&
-                   (num_slots_ + count) * stride_bytes() > options_.budget_bytes;
+  const bool own =
+      options_.budget_bytes > 0 && (num_slots_ + count) * stride_bytes() > options_.budget_bytes;
   const int64_t budget_bytes = own ? options_.budget_bytes : store_->budget_bytes();
   const int64_t used_bytes = own ? num_slots_ * stride_bytes() : store_->used_bytes();
   Error error(absl::StatusCode::kResourceExhausted, Reason::kHostMemory,
@@ -60,8 +60,7 @@ absl::Status BlockTable::NoRoom(int64_t count) const {
 absl::Status BlockTable::TakeSlots(absl::Span<std::byte*> slots) {
   Reclaim();
   const int64_t count = static_cast<int64_t>(slots.size());
-  if (options_.budget_bytes > 0 &&
-      (num_slots_ + count) * stride_bytes() > options_.budget_bytes) {
+  if (options_.budget_bytes > 0 && (num_slots_ + count) * stride_bytes() > options_.budget_bytes) {
     return NoRoom(count);
   }
   if (absl::Status status = store_->Allocate(options_.slot_bytes, slots); !status.ok()) {

@@ -1,9 +1,10 @@
-// Who is where: the blocks of one session, by (layer, block_id), and the storage that waits for its last readers.
+// Who is where: the blocks of one session, by (layer, block_id), and the storage that waits for its
+// last readers.
 //
-// A block's slot and A_g row are addresses. Whoever enqueues work on them resolves the addresses at that moment; a
-// block that is replaced or dropped gets new addresses or none, and the old ones are retired: they wait in limbo, stamped
-// with how far each stream had been filled, and are free when every stream has passed its stamp. So there is no
-// count per reader, and any number of readers.
+// A block's slot and A_g row are addresses. Whoever enqueues work on them resolves the addresses at
+// that moment; a block that is replaced or dropped gets new addresses or none, and the old ones are
+// retired: they wait in limbo, stamped with how far each stream had been filled, and are free when
+// every stream has passed its stamp. So there is no count per reader, and any number of readers.
 //
 // Threads: not safe; the session's lock guards it. Streams are only asked how far they are.
 // Memory: an entry is 48 bytes, its page is committed when the first block of the page is stored.
@@ -30,13 +31,13 @@ namespace sluice {
 
 // All zero: absent.
 struct BlockEntry {
-  std::byte* slot = nullptr;         // null: absent, or lent to an offload that fills it
-  std::byte* projected = nullptr;    // its A_g row; null: not predicted
-  uint64_t version = 0;              // of the session's counter
-  StreamPosition last_write = 0;     // attention stream: newest append into the slot
-  StreamPosition last_fetch = 0;     // fetch stream: newest read of the slot
-  uint16_t valid_tokens = 0;         // 0: reserved only
-  uint16_t num_fillers = 0;          // offloads that hold this entry's reserved slot: 0 or 1
+  std::byte* slot = nullptr;       // null: absent, or lent to an offload that fills it
+  std::byte* projected = nullptr;  // its A_g row; null: not predicted
+  uint64_t version = 0;            // of the session's counter
+  StreamPosition last_write = 0;   // attention stream: newest append into the slot
+  StreamPosition last_fetch = 0;   // fetch stream: newest read of the slot
+  uint16_t valid_tokens = 0;       // 0: reserved only
+  uint16_t num_fillers = 0;        // offloads that hold this entry's reserved slot: 0 or 1
   bool tagged = false;
 
   bool stored() const { return valid_tokens > 0; }
@@ -73,9 +74,11 @@ class BlockTable {
 
   // Slots that TakeSlots could give out at the very most; more than these need not be asked for.
   int64_t max_free_slots() const;
-  // RESOURCE_EXHAUSTED HOST_MEMORY for `count` slots that do not fit; retryable while slots wait in limbo.
+  // RESOURCE_EXHAUSTED HOST_MEMORY for `count` slots that do not fit; retryable while slots wait in
+  // limbo.
   absl::Status NoRoom(int64_t count) const;
-  // Fills `slots`, or takes none: RESOURCE_EXHAUSTED HOST_MEMORY (the store's or the session's budget).
+  // Fills `slots`, or takes none: RESOURCE_EXHAUSTED HOST_MEMORY (the store's or the session's
+  // budget).
   [[nodiscard]] absl::Status TakeSlots(absl::Span<std::byte*> slots);
   // Slots that nobody has seen.
   void GiveSlots(absl::Span<std::byte* const> slots);
@@ -98,7 +101,8 @@ class BlockTable {
   int64_t NextPresent(int64_t key) const;
 
   absl::string_view TagOf(int64_t layer, int64_t block_id) const;
-  // Keys (layer * max_blocks + block_id) of the stored blocks with a tag, ascending. Valid until a tag is set or cleared.
+  // Keys (layer * max_blocks + block_id) of the stored blocks with a tag, ascending. Valid until a
+  // tag is set or cleared.
   const absl::btree_set<int64_t>& KeysWithTag(absl::string_view tag) const;
 
   int64_t num_stored() const { return num_stored_; }
@@ -116,8 +120,8 @@ class BlockTable {
     StreamPosition stamps[2];
   };
 
-  // Entries of a segment share a flag that says whether one of them was ever used, so that a walk over a table sized
-  // for the worst case skips what is empty.
+  // Entries of a segment share a flag that says whether one of them was ever used, so that a walk
+  // over a table sized for the worst case skips what is empty.
   static constexpr int64_t kSegmentEntries = 4096;
 
   void Touch(const BlockEntry& entry) { touched_[(&entry - &entries_[0]) / kSegmentEntries] = 1; }

@@ -1,7 +1,7 @@
 // An array of zeros whose pages cost memory only once they are written.
 //
-// For tables that are sized for the worst case and mostly stay empty. T must be valid as all zero bytes.
-// Threads: as an array.
+// For tables that are sized for the worst case and mostly stay empty. T must be valid as all zero
+// bytes. Threads: as an array.
 
 #ifndef SERVER_SWAP_LAZY_ARRAY_H_
 #define SERVER_SWAP_LAZY_ARRAY_H_

@@ -28,8 +28,8 @@ std::byte* RowPool::Take() {
   if (fresh_rows_ == capacity_rows_) return nullptr;
   const int64_t end_bytes = (fresh_rows_ + 1) * row_bytes_;
   if (end_bytes > committed_bytes_) {
-    const int64_t target_bytes = std::min(
-        buffer_.bytes(), (end_bytes + kCommitBytes - 1) / kCommitBytes * kCommitBytes);
+    const int64_t target_bytes =
+        std::min(buffer_.bytes(), (end_bytes + kCommitBytes - 1) / kCommitBytes * kCommitBytes);
     if (!device_->Commit(buffer_, committed_bytes_, target_bytes - committed_bytes_).ok()) {
       return nullptr;
     }

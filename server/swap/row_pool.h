@@ -1,4 +1,5 @@
-// The A_g store of a session: rows of projected keys, one row ([kv_head, token, rank] BF16) per predicted block.
+// The A_g store of a session: rows of projected keys, one row ([kv_head, token, rank] BF16) per
+// predicted block.
 //
 // The whole pool is reserved at once; its pages are committed as rows are handed out.
 // Threads: not safe; the session's lock guards it.

@@ -20,7 +20,8 @@ inline int64_t ResidentBytes() {
   return resident_pages * sysconf(_SC_PAGE_SIZE);
 }
 
-// Sanitizers keep shadows and quarantines, and slow things down: resident memory says nothing then, and times little.
+// Sanitizers keep shadows and quarantines, and slow things down: resident memory says nothing then,
+// and times little.
 inline constexpr bool Sanitized() {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
   return true;

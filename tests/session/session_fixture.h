@@ -299,7 +299,8 @@ class SessionFixture : public ::testing::Test {
     EXPECT_TRUE(info.ok()) << info.status();
     return info.ok() ? (*info)[0] : BlockInfo();
   }
-  // Done runs before its stream counts the work as complete; until then what was replaced waits in limbo.
+  // Done runs before its stream counts the work as complete; until then what was replaced waits in
+  // limbo.
   void WaitUntilQuiet() {
     for (Stream* stream : {attention_stream_, ingest_stream_, fetch_stream_}) stream->Synchronize();
   }
