@@ -62,8 +62,9 @@ class Allocation : public SessionFixture {
 };
 
 TEST_F(Allocation, TheCounterCounts) {
-  EXPECT_EQ(Count([] { delete new int; }), 1);
-  EXPECT_EQ(Count([] { std::thread([] { delete new int; }).join(); }) > 1, true);
+  EXPECT_EQ(Count([] { ::operator delete(::operator new(16)); }), 1);
+  EXPECT_EQ(Count([] { std::thread([] { ::operator delete(::operator new(16)); }).join(); }) > 1,
+            true);
   EXPECT_EQ(Count([] {}), 0);
 }
 
