@@ -129,8 +129,8 @@ bool GatherRows(const UnitView& view, int64_t split_begin, const std::byte** row
       filled = t;
     }
   }
-  // Tiles of tokens reach at most seven further, prefetches kPrefetchRows.
-  std::fill_n(rows + filled, kPrefetchRows, rows[filled - 1]);
+  // Tiles of tokens reach at most seven further, prefetches kPrefetchRows beyond that.
+  std::fill_n(rows + filled, kPrefetchRows + 8, rows[filled - 1]);
   split = {rows, split_begin, ranges.begin[0], filled};
   return true;
 }

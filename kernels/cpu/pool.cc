@@ -1,6 +1,7 @@
 #include "kernels/cpu/pool.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 
@@ -8,6 +9,8 @@
 
 namespace sluice {
 namespace {
+
+constexpr std::chrono::microseconds kLookOut(5);
 
 struct HostTaskOp {
   HostTask* task;
@@ -128,17 +131,36 @@ CpuPool::~CpuPool() {
 void CpuPool::WorkerLoop(int worker) {
   WorkerScratch scratch{scratch_[worker]};
   std::unique_lock<std::mutex> lock(mutex_);
+  bool looked_out = true;
   for (;;) {
     CpuStream* stream = TakeLocked();
     if (stream != nullptr) {
+      // Nobody was woken for work that came while a worker was looking out: it can take one stream.
+      if (lists_[0].first != nullptr || lists_[1].first != nullptr) WakeLocked(1);
       RunStream(stream, lock, scratch);
+      looked_out = false;
     } else if (stopping_) {
       return;
+    } else if (!looked_out && !looking_out_) {
+      looking_out_ = true;
+      lock.unlock();
+      LookOut();
+      lock.lock();
+      looking_out_ = false;
+      looked_out = true;
     } else {
       ++idle_;
       work_.wait(lock);
       --idle_;
     }
+  }
+}
+
+void CpuPool::LookOut() const {
+  const auto until = std::chrono::steady_clock::now() + kLookOut;
+  while (lists_[0].count.load(std::memory_order_relaxed) == 0 &&
+         lists_[1].count.load(std::memory_order_relaxed) == 0 &&
+         std::chrono::steady_clock::now() < until) {
   }
 }
 
@@ -176,6 +198,7 @@ void CpuPool::UnlistLocked(CpuStream* stream) {
 }
 
 void CpuPool::WakeLocked(int64_t wanted) {
+  if (looking_out_) --wanted;
   for (int64_t i = std::min<int64_t>(wanted, idle_); i > 0; --i) work_.notify_one();
 }
 

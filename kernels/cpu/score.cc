@@ -117,6 +117,7 @@ void RunBlocks(const ScoreParams& params, int64_t begin, int64_t end, ScoreScrat
   const int group = params.num_query_heads / params.num_kv_heads;
   for (int64_t b = begin; b < end; ++b) {
     const ScoreBlock& block = params.blocks[b];
+    SLUICE_CHECK(block.valid_tokens <= params.block_tokens);
     const bool predicted = IsPredicted(block);
     float score = -kInfinity;
     for (int64_t kv_head = 0; predicted && kv_head < params.num_kv_heads; ++kv_head) {

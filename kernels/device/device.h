@@ -77,7 +77,8 @@ using StreamPosition = uint64_t;
 
 // Work of the host that runs in a stream's order. Run is called once, on a thread of the device,
 // after all earlier work of the stream; it must be short, must not block and may delete or reuse
-// the task. The caller owns the task and keeps it alive until Run is entered.
+// the task. The caller owns the task and keeps it alive until Run is entered. Run may enqueue more
+// work on any stream, and must not destroy the stream that it runs on, or synchronize.
 class HostTask {
  public:
   virtual ~HostTask() = default;
@@ -101,8 +102,9 @@ class Stream {
   // Position of the newest work handed in; and the position up to which all work is complete.
   virtual StreamPosition enqueued() const = 0;
   virtual StreamPosition completed() const = 0;
-  // Work enqueued after this call starts only when `other` has completed `position`; does not
-  // block.
+  // Work enqueued after this call starts only when `other` (of the same device) has completed
+  // `position`, which must have been enqueued there; does not block. `other` may be destroyed
+  // before this stream gets there.
   virtual void WaitFor(Stream& other, StreamPosition position) = 0;
   // Blocks the calling thread until everything enqueued so far is complete. For tests, tools and
   // shutdown; never called on an RPC thread.
@@ -114,7 +116,7 @@ class Stream {
 
 struct DeviceInfo {
   std::string kind;                // "cpu" or "cuda"
-  std::string name;                // for people: "AMD EPYC 9554 (AVX3_ZEN4), 2 threads"
+  std::string name;                // for people: "AMD EPYC 9554 (AVX3), 2 threads"
   std::string instruction_set;     // what an output's bits depend on: "AVX3", "AVX2", "sm_90"
   int num_workers = 0;             // threads or multiprocessors
   int64_t total_memory_bytes = 0;  // HBM, or physical memory on the CPU device

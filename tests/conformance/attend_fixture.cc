@@ -9,9 +9,9 @@ namespace {
 
 // Bit patterns that must never reach a result, in both formats: NaN, infinity, a large number.
 uint16_t Poison(DType dtype, uint64_t i) {
-  const uint16_t bf16[] = {0x7fc0, 0x7f80, 0xff80, 0xffff, 0x7f7f};
-  const uint16_t fp16[] = {0x7e00, 0x7c00, 0xfc00, 0xffff, 0x7bff};
-  return (dtype == DType::kBf16 ? bf16 : fp16)[i % 5];
+  static constexpr uint16_t kBits[2][5] = {{0x7fc0, 0x7f80, 0xff80, 0xffff, 0x7f7f},
+                                           {0x7e00, 0x7c00, 0xfc00, 0xffff, 0x7bff}};
+  return kBits[dtype == DType::kBf16 ? 0 : 1][i % 5];
 }
 
 }  // namespace

@@ -338,8 +338,12 @@ TEST_P(ScoreConformance, TopKIsInOrderAndUnpredictedComeLast) {
   ScoreShape shape;
   shape.num_blocks = 300;
   shape.rank = 8;
+  // One dot product a block: some scores are below zero, and still come before what is unpredicted.
+  shape.num_kv_heads = 1;
+  shape.group = 1;
   ScoreProblem problem(*device_, *stream_, shape);
   problem.Project(0, 16);
+  for (int64_t b = 0; b < shape.num_blocks; ++b) problem.blocks[b].valid_tokens = 1;
   std::vector<bool> predicted(shape.num_blocks, true);
   for (const int64_t b : {0, 5, 6, 150, 299}) {
     problem.blocks[b].projected = nullptr;

@@ -171,7 +171,6 @@ TEST_P(StateConformance, MergeWithEmptyPartsChangesNoBit) {
   EXPECT_EQ(Bits(state.l, 0, state.l.count()), l);
   // All parts empty: still empty, and no NaN from -infinity - -infinity.
   merge.into = empty.state();
-  parts[0] = NewState(problem).state();
   const StateArrays other = NewState(problem);
   parts[0] = parts[1] = other.state();
   device_->ops().MergeStates(merge, *stream_);

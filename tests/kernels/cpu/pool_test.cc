@@ -190,9 +190,9 @@ TEST(CpuPool, StreamsOfOnePriorityGetEqualShares) {
     for (const Repeat& task : tasks) runs.push_back(task.runs);
     std::sort(runs.begin(), runs.end());
     // One worker takes the streams strictly in turn. Of two, one may be kept from running by the
-    // machine for a while, together with the stream that it holds just then.
-    const int64_t least = runs[workers == 1 ? 0 : kStreams / 8];
-    EXPECT_LE(runs.back() - least, workers == 1 ? 2 : 10)
+    // machine now and then, together with the stream that it holds just then.
+    const int64_t least = runs[workers == 1 ? 0 : kStreams / 4];
+    EXPECT_GE(least, workers == 1 ? runs.back() - 2 : runs.back() * 3 / 4)
         << workers << " workers: " << runs.front() << ", " << least << " to " << runs.back();
   }
 }
@@ -230,6 +230,31 @@ TEST(CpuPool, ALongOperationGivesWayBetweenClaims) {
   short_stream.Synchronize();
   EXPECT_EQ(seen, 6);
   long_stream.Synchronize();
+}
+
+// Two streams that need each other's worker, enqueued at once while a worker may just be on its way
+// to sleep: neither may be left to wait for the other's end.
+TEST(CpuPool, BothWorkersAreFoundWhateverTheyAreDoing) {
+  CpuPool pool(2);
+  CpuStream first(&pool, StreamPriority::kAttention);
+  CpuStream second(&pool, StreamPriority::kAttention);
+  for (int i = 0; i < 300; ++i) {
+    std::atomic<int> here{0};
+    struct MeetTask : HostTask {
+      void Run() override {
+        here->fetch_add(1);
+        while (here->load() < 2) std::this_thread::yield();
+      }
+      std::atomic<int>* here = nullptr;
+    };
+    MeetTask a, b;
+    a.here = b.here = &here;
+    first.Enqueue(&a);
+    second.Enqueue(&b);
+    first.Synchronize();
+    second.Synchronize();
+    EXPECT_EQ(here, 2);
+  }
 }
 
 TEST(CpuPool, EmptyOperationsComplete) {
