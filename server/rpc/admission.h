@@ -51,6 +51,11 @@ class Admission {
     void Release() {
       if (owner_ != nullptr) std::exchange(owner_, nullptr)->Leave(bytes_);
     }
+    // Gives the bytes back ahead of the reply, so that a client that has its reply is not refused for its own earlier
+    // call; the call itself counts on until Release.
+    void ReleaseBytes() {
+      if (owner_ != nullptr) owner_->LeaveBytes(std::exchange(bytes_, 0));
+    }
 
    private:
     friend class Admission;
@@ -82,6 +87,7 @@ class Admission {
 
  private:
   void Leave(int64_t bytes);
+  void LeaveBytes(int64_t bytes) { inflight_bytes_.fetch_sub(bytes); }
 
   const int64_t max_message_bytes_;
   const int64_t max_inflight_bytes_;

@@ -60,6 +60,7 @@ void OrderedStream::Act(const Actions& actions) {
   }
   // The read goes first: while it is outstanding, the end of the write cannot end the stream.
   if (actions.read) StartRead(&incoming_);
+  if (actions.write != nullptr) actions.write->ticket_.ReleaseBytes();
   if (actions.write != nullptr) StartWrite(&actions.write->reply);
 }
 

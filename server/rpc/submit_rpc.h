@@ -92,6 +92,7 @@ class SubmitRpc {
       if (status.ok()) {
         status = SerializeMessage(response_, owner_.context_.admission(), reply_bytes_);
       }
+      ticket_.ReleaseBytes();
       reactor_->Finish(ToGrpcStatus(status));
     }
 

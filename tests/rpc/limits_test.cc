@@ -266,6 +266,8 @@ TEST_F(BusyDevice, ShutdownWaitsForWorkInHand) {
     EXPECT_TRUE(Invoke(*daemon.attention, &Attention::ScoreBlocks, score, &response).ok());
   });
   ASSERT_TRUE(Eventually([&] { return InflightBytes(daemon) > 0; }));
+  // The bytes are counted just before the call is let in.
+  absl::SleepFor(absl::Milliseconds(50));
   std::thread shutdown([&] { daemon.server().Shutdown(absl::Seconds(20)); });
   absl::SleepFor(absl::Milliseconds(100));
   stall.Release();

@@ -234,8 +234,27 @@ TEST_F(Decode, ACancelledOrExpiredCallThatHasNotStartedIsDropped) {
   call_.deadline = absl::Now() - absl::Seconds(1);
   EXPECT_REASON(Step(0, Seq(0, 1, 1), q, &one), StatusCode::kDeadlineExceeded, "DEADLINE_EXCEEDED");
   call_.deadline = absl::InfiniteFuture();
-  call_.Cancel();
-  EXPECT_REASON(Step(0, Seq(0, 1, 1), q, &one), StatusCode::kCancelled, "CANCELLED");
+  {
+    // Two calls are started and wait on the device; the third is in the queue.
+    StreamGate gate(*attention_stream_);
+    Waitable<DecodeCall> started[2];
+    const DecodeSequence nobody[] = {Seq(7, 1, 1)};
+    for (Waitable<DecodeCall>& call : started) {
+      call.sequences = nobody;
+      call.q = View(q);
+      session_->Submit(&call);
+    }
+    sequences_ = {Seq(0, 1, 1)};
+    call_.sequences = sequences_;
+    call_.q = View(q);
+    call_.k = View(one.k);
+    call_.v = View(one.v);
+    session_->Submit(&call_);
+    call_.Cancel();
+    gate.Open();
+    for (Waitable<DecodeCall>& call : started) EXPECT_TRUE(call.Wait().ok());
+    EXPECT_REASON(call_.Wait(), StatusCode::kCancelled, "CANCELLED");
+  }
   EXPECT_EQ((*session_->DescribeBlocks({{}, Ids(0, 1)}))[0].state, BlockState::kReserved);
   ASSERT_TRUE(Step(0, Seq(0, 1, 1), q, &one).ok()) << "the call can be used again";
 }

@@ -102,7 +102,7 @@ class Model : public SessionFixture {
       const bool same = target->second.generation == 1 && target->second.ids == ids;
       return Compare(status, same ? "" : "SEQUENCE_EXISTS");
     }
-    model_.sequences[to] = {1, ids};
+    model_.sequences[to] = {1, ids, 0, 0};
     Compare(status, "");
   }
 
@@ -114,11 +114,20 @@ class Model : public SessionFixture {
     }
     ModelSequence& sequence = it->second;
     const uint64_t generation = sequence.generation + 1 - (OneIn(8) ? 1 + Roll(2) : 0);
-    const int64_t tokens = Roll(std::ssize(sequence.ids) * spec().block_tokens + 1);
+    const int64_t tokens = OneIn(4) ? sequence.truncated_tokens
+                                    : Roll(std::ssize(sequence.ids) * spec().block_tokens + 1);
     const absl::Status status = session_->TruncateSequence(id, generation, tokens).status();
-    if (generation < sequence.generation) return Compare(status, "STALE_GENERATION");
+    if (generation == sequence.generation && generation == sequence.truncated_generation &&
+        tokens == sequence.truncated_tokens) {
+      return Compare(status, "");  // the same request again
+    }
+    if (generation <= sequence.generation) return Compare(status, "STALE_GENERATION");
+    if (tokens > std::ssize(sequence.ids) * spec().block_tokens) {
+      return Compare(status, "INVALID_FIELD");
+    }
     Compare(status, "");
-    if (generation == sequence.generation) return;
+    sequence.truncated_generation = generation;
+    sequence.truncated_tokens = tokens;
     const std::vector<uint32_t> old = sequence.ids;
     const int64_t bt = spec().block_tokens;
     sequence.ids.resize((tokens + bt - 1) / bt);

@@ -29,6 +29,8 @@ struct ModelBlock {
 struct ModelSequence {
   uint64_t generation = 0;
   std::vector<uint32_t> ids;
+  uint64_t truncated_generation = 0;
+  int64_t truncated_tokens = 0;
 };
 using Key = std::pair<uint32_t, uint32_t>;  // layer, block
 
@@ -72,7 +74,8 @@ struct SessionModel {
         if (blocks.count({layer, id}) == 0) blocks[{layer, id}] = {{}, true, ""};
       }
     }
-    sequences[update.sequence_id] = {update.generation, table};
+    sequences[update.sequence_id].generation = update.generation;
+    sequences[update.sequence_id].ids = table;
     FreeUnused(old.ids);
     return "";
   }
