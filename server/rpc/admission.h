@@ -51,8 +51,8 @@ class Admission {
     void Release() {
       if (owner_ != nullptr) std::exchange(owner_, nullptr)->Leave(bytes_);
     }
-    // Gives the bytes back ahead of the reply, so that a client that has its reply is not refused for its own earlier
-    // call; the call itself counts on until Release.
+    // Gives the bytes back ahead of the reply, so that a client that has its reply is not refused
+    // for its own earlier call; the call itself counts on until Release.
     void ReleaseBytes() {
       if (owner_ != nullptr) owner_->LeaveBytes(std::exchange(bytes_, 0));
     }
