@@ -152,7 +152,7 @@ def print_times(remote: RemoteAttention, reference: Run, remote_run: Run) -> Non
         f"\nms a token: {remote_run.ms_per_token:.1f} with DecodeStep, "
         f"{reference.ms_per_token:.1f} in this process"
     )
-    print(f"p50 of a DecodeStep: {step_ms:.2f} ms, {daemon_ms:.2f} ms of it in the daemon")
+    print(f"p50 of a DecodeStep, one layer: {step_ms:.2f} ms, {daemon_ms:.2f} ms of it in the daemon")
 
 
 def print_memory(

@@ -121,6 +121,16 @@ int RunSluicectl(absl::Span<const std::string> words, std::ostream& out, std::os
   const Command* command = FindCommand(ordered, &rest);
   if (command == nullptr) {
     const std::string group = HelpFor(ordered[0]);
+    // An option in front of the command that is not one: its value was taken for the command.
+    if (group.empty() && absl::StartsWith(words[0], "-")) {
+      const std::string option = words[0].substr(0, words[0].find('='));
+      const auto& options = GlobalOptions();
+      if (std::none_of(options.begin(), options.end(), [&](const Option& known) {
+            return absl::StrCat("--", known.name) == option;
+          })) {
+        return UsageFailure(absl::StrCat("unknown option ", option), "", err);
+      }
+    }
     if (group.empty()) {
       return UsageFailure(absl::StrCat("unknown command '", ordered[0], "'"), "", err);
     }

@@ -63,9 +63,11 @@ absl::Status CheckShape(const std::string& path, const std::vector<int64_t>& sha
   std::vector<int64_t> allowed = inner;
   if (outer > 1) allowed.insert(allowed.begin(), outer);
   const auto bad = [&] {
-    return UsageError(absl::StrCat(path, " has the shape ", ShapeText(shape),
-                                   "; allowed: ", ShapeText(allowed),
-                                   outer > 1 ? ", with the first extent in one or in two" : ""));
+    return UsageError(
+        absl::StrCat(path, " has the shape ", ShapeText(shape), "; allowed: ", ShapeText(allowed),
+                     outer > 1 ? absl::StrCat(", or that with ", outer,
+                                              " split into leading extents, such as [layers, ids, ...]")
+                               : ""));
   };
   if (shape.size() < inner.size()) return bad();
   const auto split = shape.end() - static_cast<std::ptrdiff_t>(inner.size());
@@ -348,7 +350,8 @@ std::vector<Command> ArrayCommands() {
                    {"blocks", "IDS", "the blocks' ids, such as 0-7", true},
                    {"k", "FILE", "K", true},
                    {"v", "FILE", "V", true},
-                   LayersOption(),
+                   {"layers", "IDS",
+                    "the layers that the file's blocks are of, such as 0-3,8 (default all)"},
                    {"last-valid-tokens", "N",
                     "tokens that count in the last of the ids (default all)"},
                    {"tags", "TAG,...", "one tag per id: text, or 0x and hexadecimal digits"},
@@ -364,8 +367,8 @@ std::vector<Command> ArrayCommands() {
        .summary = "Write blocks to .npy files, bit for bit",
        .details =
            absl::StrCat(kArrayDetails,
-                        "\nnp.load gives bfloat16 back as '<V2': .view(ml_dtypes.bfloat16) makes\n"
-                        "numbers of it. A fetch that fails leaves no file."),
+                        "\nnp.load gives bfloat16 back as '<V2'; .view(ml_dtypes.bfloat16) makes numbers of it.\n"
+                        "A fetch that fails leaves no file."),
        .options = {SessionOption(),
                    {"blocks", "IDS", "the blocks' ids, such as 0-7", true},
                    {"k", "FILE", "K goes here", true},

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 
 import pytest
@@ -108,3 +109,14 @@ def test_transcripts_compare_as_they_say(tmp_path):
     outcomes[0].status = 1
     with pytest.raises(AssertionError):
         transcript.check(commands, outcomes)
+
+
+def test_every_command_of_the_api_document_works_in_order(start_daemon):
+    daemon = start_daemon()
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs/api.md").read_text(), re.DOTALL)
+    script = "\n".join(blocks).replace("127.0.0.1:7464", daemon.address)
+    assert script.count("grpcurl") > 20
+    path = f"{os.path.dirname(os.path.abspath(GRPCURL))}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euc", script], capture_output=True, text=True, timeout=100, env={**os.environ, "PATH": path})
+    assert done.returncode == 0, done.stderr

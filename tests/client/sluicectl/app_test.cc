@@ -84,6 +84,9 @@ TEST(Sluicectl, UsageErrorsAreTwo) {
     EXPECT_EQ(result.out, "") << words;
     EXPECT_NE(result.err, "") << words;
   }
+  EXPECT_NE(RunWords("--target 127.0.0.1:1 server").err.find("unknown option --target"),
+            std::string::npos)
+      << "and not an unknown command";
 }
 
 TEST(Sluicectl, UsageErrorPointsToHelp) {
