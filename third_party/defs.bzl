@@ -21,7 +21,7 @@ def sluice_cc_library(name, copts = [], **kwargs):
         **kwargs
     )
 
-def sluice_cc_binary(name, copts = [], linkopts = [], deps = [], **kwargs):
+def sluice_cc_binary(name, copts = [], linkopts = [], deps = [], archives = [], **kwargs):
     """A release program: stripped, and with nothing to load where it runs but glibc. Takes what cc_binary takes.
 
     Args:
@@ -29,6 +29,7 @@ def sluice_cc_binary(name, copts = [], linkopts = [], deps = [], **kwargs):
       copts: added to the project's.
       linkopts: added to the project's.
       deps: libraries.
+      archives: filegroups of more archives to link, such as @debian//:test_libraries.
       **kwargs: passed on.
     """
     native.cc_binary(
@@ -39,14 +40,17 @@ def sluice_cc_binary(name, copts = [], linkopts = [], deps = [], **kwargs):
             # The archives need each other in circles, hence the group. libstdc++ is in it as well, since the
             # -static-libstdc++ of gcc does not act on the -lstdc++ that Bazel adds at the end; that one is then not
             # needed any more.
-            "-Wl,--start-group $(locations %s) -l:libstdc++.a -Wl,--end-group" % _STATIC,
+            "-Wl,--start-group %s -l:libstdc++.a -Wl,--end-group" % " ".join([
+                "$(locations %s)" % group
+                for group in archives + [_STATIC]
+            ]),
             "-static-libgcc",
             "-Wl,--as-needed",
             "-ldl",
             "-lpthread",
             "-lrt",
         ],
-        additional_linker_inputs = [_STATIC],
+        additional_linker_inputs = archives + [_STATIC],
         linkstatic = True,
         deps = deps,
         **kwargs
