@@ -5,7 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "kernels/cpu/check.h"
+#include "kernels/ops/check.h"
 
 namespace sluice {
 namespace {

@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <bit>
 
-#include "kernels/cpu/check.h"
+#include "kernels/ops/check.h"
 #include "kernels/cpu/highway_config.h"
 
 #undef HWY_TARGET_INCLUDE

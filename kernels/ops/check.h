@@ -1,7 +1,7 @@
 // SLUICE_CHECK: a broken invariant of ours ends the process with the place and the condition.
 
-#ifndef KERNELS_CPU_CHECK_H_
-#define KERNELS_CPU_CHECK_H_
+#ifndef KERNELS_OPS_CHECK_H_
+#define KERNELS_OPS_CHECK_H_
 
 #include <cstdio>
 #include <cstdlib>
@@ -14,4 +14,4 @@
     }                                                                                    \
   } while (false)
 
-#endif  // KERNELS_CPU_CHECK_H_
+#endif  // KERNELS_OPS_CHECK_H_
