@@ -1,0 +1,100 @@
+#include "kernels/cuda/cuda_device.h"
+
+#include <cuda_runtime_api.h>
+
+#include <cstdlib>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/cuda/cuda_ops.h"
+#include "kernels/cuda/driver.h"
+#include "kernels/cuda/error.h"
+#include "kernels/cuda/memory.h"
+#include "kernels/cuda/stream.h"
+
+namespace sluice {
+namespace {
+
+constexpr double kDefaultBudgetShare = 0.9;
+
+class CudaDevice final : public Device {
+ public:
+  CudaDevice(DeviceInfo info, int num_completion_threads)
+      : info_(std::move(info)), ops_(info_.num_workers), completions_(num_completion_threads) {}
+  ~CudaDevice() override = default;
+
+  const DeviceInfo& info() const override { return info_; }
+  absl::StatusOr<Buffer> Reserve(MemoryKind kind, int64_t bytes) override {
+    return cuda::ReserveMemory(kind, bytes);
+  }
+  absl::Status Commit(const Buffer& buffer, int64_t offset_bytes, int64_t bytes) override {
+    return cuda::CommitMemory(buffer, offset_bytes, bytes);
+  }
+  std::unique_ptr<Stream> CreateStream(StreamPriority priority) override {
+    return std::make_unique<cuda::CudaStream>(priority, &words_, &completions_);
+  }
+  Ops& ops() override { return ops_; }
+
+ private:
+  // Gives slabs and granules back after all that lies in them.
+  struct MemoryLife {
+    ~MemoryLife() { cuda::StopMemory(); }
+  };
+
+  MemoryLife memory_;
+  DeviceInfo info_;
+  cuda::CudaOps ops_;
+  cuda::WordPool words_;
+  cuda::CompletionThreads completions_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Device>> CreateCudaDevice(const CudaDeviceOptions& options) {
+  if (options.hbm_budget_bytes < 0 || options.num_completion_threads < 1) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("hbm_budget_bytes is ", options.hbm_budget_bytes,
+                     " (0 or more is allowed), num_completion_threads is ",
+                     options.num_completion_threads, " (1 or more)"));
+  }
+  // Streams share this many queues into the GPU; in a queue, one that waits holds the others up.
+  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", /*overwrite=*/0);
+  int num_devices = 0;
+  absl::Status status = cuda::ToStatus(cudaGetDeviceCount(&num_devices), "cudaGetDeviceCount");
+  // A program that finds no driver, or one that does not fit, finds no GPU.
+  if (!status.ok()) return absl::UnavailableError(status.message());
+  if (num_devices == 0) return absl::UnavailableError("no GPU");
+  cudaDeviceProp properties;
+  status = cuda::ToStatus(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");
+  if (status.ok()) status = cuda::ToStatus(cudaSetDevice(0), "cudaSetDevice");
+  size_t free_bytes = 0;
+  size_t total_bytes = 0;
+  if (status.ok())
+    status = cuda::ToStatus(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
+  if (status.ok() && (properties.major < 8 || properties.unifiedAddressing == 0)) {
+    status = absl::UnavailableError(absl::StrCat(properties.name, " has compute capability ",
+                                                 properties.major, ".", properties.minor,
+                                                 "; 8.0 is needed"));
+  }
+  if (status.ok()) status = cuda::LoadDriver();
+  if (status.ok()) {
+    status = cuda::StartMemory(
+        options.hbm_budget_bytes > 0
+            ? options.hbm_budget_bytes
+            : static_cast<int64_t>(kDefaultBudgetShare * static_cast<double>(free_bytes)));
+  }
+  if (!status.ok()) return status;
+  cuda::SetFatalHandler(options.on_fatal);
+  DeviceInfo info;
+  info.kind = "cuda";
+  info.instruction_set = absl::StrCat("sm_", properties.major, properties.minor);
+  info.name = absl::StrCat(properties.name, " (", info.instruction_set, "), ",
+                           properties.multiProcessorCount, " multiprocessors");
+  info.num_workers = properties.multiProcessorCount;
+  info.total_memory_bytes = static_cast<int64_t>(total_bytes);
+  return std::unique_ptr<Device>(
+      std::make_unique<CudaDevice>(std::move(info), options.num_completion_threads));
+}
+
+}  // namespace sluice

@@ -1,0 +1,294 @@
+#include "kernels/cuda/memory.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/cuda/driver.h"
+#include "kernels/cuda/error.h"
+#include "kernels/ops/check.h"
+
+namespace sluice::cuda {
+namespace {
+
+constexpr int64_t kPageBytes = 4096;
+constexpr int64_t kHostGranuleBytes = 64 << 10;
+constexpr int64_t kSlabBytes = 32 << 20;
+constexpr int kMinClassLog2 = 12;
+constexpr int kMaxClassLog2 = 22;  // larger ones have address space of their own
+constexpr int kNumClasses = kMaxClassLog2 - kMinClassLog2 + 1;
+
+int64_t RoundUp(int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; }
+
+absl::Status NoMemory(const char* kind, int64_t bytes) {
+  return absl::ResourceExhaustedError(absl::StrCat("no ", kind, " for ", bytes, " bytes"));
+}
+
+// Address space with committed granules.
+struct Range {
+  MemoryKind kind = MemoryKind::kDevice;
+  int64_t bytes = 0;
+  std::vector<bool> committed;                        // by granule
+  std::vector<CUmemGenericAllocationHandle> handles;  // device: by granule
+  std::vector<std::byte*> registered;                 // host: starts of what was pinned
+};
+
+class Memory {
+ public:
+  absl::Status Start(int64_t hbm_budget_bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    property_ = {};
+    property_.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    property_.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    property_.location.id = 0;
+    size_t granule = 0;
+    absl::Status status =
+        ToStatus(driver().granularity(&granule, &property_, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
+                 "cuMemGetAllocationGranularity");
+    granule_bytes_ = static_cast<int64_t>(granule);
+    budget_bytes_ = hbm_budget_bytes;
+    return status;
+  }
+
+  void Stop() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& pools : free_) {
+      for (auto& pool : pools) pool.clear();
+    }
+    slabs_.clear();
+    while (!ranges_.empty()) FreeRange(ranges_.begin());
+    for (const CUmemGenericAllocationHandle handle : spare_handles_) driver().release(handle);
+    spare_handles_.clear();
+    num_handles_ = 0;
+  }
+
+  absl::StatusOr<std::byte*> Reserve(MemoryKind kind, int64_t bytes, int64_t* reserved_bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (bytes > int64_t{1} << kMaxClassLog2) return ReserveRange(kind, bytes, reserved_bytes);
+    int log2 = kMinClassLog2;
+    while (int64_t{1} << log2 < bytes) ++log2;
+    *reserved_bytes = int64_t{1} << log2;
+    std::vector<std::byte*>& pool = free_[static_cast<int>(kind)][log2 - kMinClassLog2];
+    if (pool.empty()) {
+      int64_t slab_bytes = 0;
+      absl::StatusOr<std::byte*> slab = ReserveRange(kind, kSlabBytes, &slab_bytes);
+      if (!slab.ok()) return slab;
+      absl::Status committed = CommitRange(ranges_.find(*slab), 0, slab_bytes);
+      if (!committed.ok()) {
+        FreeRange(ranges_.find(*slab));
+        return committed;
+      }
+      slabs_.push_back(*slab);
+      for (int64_t at = slab_bytes - *reserved_bytes; at >= 0; at -= *reserved_bytes) {
+        pool.push_back(*slab + at);
+      }
+    }
+    std::byte* data = pool.back();
+    pool.pop_back();
+    pieces_.emplace(data, kind);
+    return data;
+  }
+
+  absl::Status Commit(std::byte* data, int64_t offset_bytes, int64_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto range = ranges_.find(data);
+    // A piece of a slab is committed from the start, also where it lies at the slab's beginning.
+    if (range == ranges_.end() || pieces_.count(data) > 0) return absl::OkStatus();
+    return CommitRange(range, offset_bytes, bytes);
+  }
+
+  void Release(std::byte* data, int64_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto piece = pieces_.find(data);
+    if (piece == pieces_.end()) {
+      FreeRange(ranges_.find(data));
+      return;
+    }
+    int log2 = kMinClassLog2;
+    while (int64_t{1} << log2 < bytes) ++log2;
+    free_[static_cast<int>(piece->second)][log2 - kMinClassLog2].push_back(data);
+    pieces_.erase(piece);
+  }
+
+  bool InRange(const void* data, int64_t bytes, bool whole) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto* at = static_cast<std::byte*>(const_cast<void*>(data));
+    auto it = ranges_.upper_bound(at);
+    if (it == ranges_.begin()) return false;
+    --it;
+    const Range& range = *it->second;
+    if (range.kind != MemoryKind::kHost || at >= it->first + range.bytes) return false;
+    return !whole || at + bytes <= it->first + range.bytes;
+  }
+
+ private:
+  using Ranges = std::map<std::byte*, std::unique_ptr<Range>>;
+
+  int64_t GranuleBytes(MemoryKind kind) const {
+    return kind == MemoryKind::kDevice ? granule_bytes_ : kHostGranuleBytes;
+  }
+
+  absl::StatusOr<std::byte*> ReserveRange(MemoryKind kind, int64_t bytes, int64_t* reserved_bytes) {
+    const int64_t unit = GranuleBytes(kind);
+    if (bytes > INT64_MAX - unit) return NoMemory("address space", bytes);
+    auto range = std::make_unique<Range>();
+    range->kind = kind;
+    range->bytes = RoundUp(bytes, unit);
+    std::byte* data = nullptr;
+    if (kind == MemoryKind::kDevice) {
+      CUdeviceptr address = 0;
+      if (driver().address_reserve(&address, range->bytes, unit, 0, 0) != CUDA_SUCCESS) {
+        return NoMemory("device address space", bytes);
+      }
+      data = reinterpret_cast<std::byte*>(address);
+    } else {
+      void* mapped = mmap(nullptr, range->bytes, PROT_READ | PROT_WRITE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      if (mapped == MAP_FAILED) return NoMemory("address space", bytes);
+      data = static_cast<std::byte*>(mapped);
+    }
+    // One bit a granule, also for what is never committed: a 64 GiB range takes 4 KiB of them.
+    range->committed.resize(range->bytes / unit);
+    if (kind == MemoryKind::kDevice) range->handles.resize(range->bytes / unit);
+    *reserved_bytes = range->bytes;
+    ranges_.emplace(data, std::move(range));
+    return data;
+  }
+
+  absl::Status CommitRange(Ranges::iterator it, int64_t offset_bytes, int64_t bytes) {
+    if (bytes == 0) return absl::OkStatus();
+    Range& range = *it->second;
+    const int64_t unit = GranuleBytes(range.kind);
+    const int64_t end = (offset_bytes + bytes + unit - 1) / unit;
+    for (int64_t granule = offset_bytes / unit; granule < end;) {
+      if (range.committed[granule]) {
+        ++granule;
+        continue;
+      }
+      int64_t last = granule;
+      while (last < end && !range.committed[last]) ++last;
+      absl::Status status = range.kind == MemoryKind::kDevice
+                                ? MapGranules(it->first, range, granule, last)
+                                : PinGranules(it->first, range, granule, last);
+      if (!status.ok()) return status;
+      granule = last;
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status MapGranules(std::byte* data, Range& range, int64_t first, int64_t last) {
+    for (int64_t granule = first; granule < last; ++granule) {
+      if (spare_handles_.empty()) {
+        CUmemGenericAllocationHandle handle = 0;
+        if ((num_handles_ + 1) * granule_bytes_ > budget_bytes_) {
+          return absl::ResourceExhaustedError(
+              absl::StrCat("the GPU's budget of ", budget_bytes_, " bytes is spent"));
+        }
+        absl::Status status =
+            ToStatus(driver().create(&handle, granule_bytes_, &property_, 0), "cuMemCreate");
+        if (!status.ok()) return status;
+        ++num_handles_;
+        spare_handles_.push_back(handle);
+      }
+      const auto address = reinterpret_cast<CUdeviceptr>(data + granule * granule_bytes_);
+      absl::Status status =
+          ToStatus(driver().map(address, granule_bytes_, 0, spare_handles_.back(), 0), "cuMemMap");
+      if (!status.ok()) return status;
+      CUmemAccessDesc access = {};
+      access.location = property_.location;
+      access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+      status = ToStatus(driver().set_access(address, granule_bytes_, &access, 1), "cuMemSetAccess");
+      if (!status.ok()) {
+        driver().unmap(address, granule_bytes_);
+        return status;
+      }
+      range.handles[granule] = spare_handles_.back();
+      spare_handles_.pop_back();
+      range.committed[granule] = true;
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status PinGranules(std::byte* data, Range& range, int64_t first, int64_t last) {
+    std::byte* at = data + first * kHostGranuleBytes;
+    const int64_t bytes = (last - first) * kHostGranuleBytes;
+    const cudaError_t error =
+        cudaHostRegister(at, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
+    if (error != cudaSuccess) {
+      (void)cudaGetLastError();
+      return NoMemory("pinned host memory", bytes);
+    }
+    range.registered.push_back(at);
+    for (int64_t granule = first; granule < last; ++granule) range.committed[granule] = true;
+    return absl::OkStatus();
+  }
+
+  void FreeRange(Ranges::iterator it) {
+    SLUICE_CHECK(it != ranges_.end());
+    Range& range = *it->second;
+    if (range.kind == MemoryKind::kDevice) {
+      for (size_t granule = 0; granule < range.committed.size(); ++granule) {
+        if (!range.committed[granule]) continue;
+        driver().unmap(reinterpret_cast<CUdeviceptr>(it->first + granule * granule_bytes_),
+                       granule_bytes_);
+        spare_handles_.push_back(range.handles[granule]);
+      }
+      driver().address_free(reinterpret_cast<CUdeviceptr>(it->first), range.bytes);
+    } else {
+      for (std::byte* start : range.registered) cudaHostUnregister(start);
+      munmap(it->first, range.bytes);
+    }
+    ranges_.erase(it);
+  }
+
+  std::mutex mutex_;
+  CUmemAllocationProp property_ = {};
+  int64_t granule_bytes_ = 2 << 20;
+  int64_t budget_bytes_ = 0;
+  int64_t num_handles_ = 0;
+  std::vector<CUmemGenericAllocationHandle> spare_handles_;
+  Ranges ranges_;
+  std::vector<std::byte*> slabs_;
+  std::map<std::byte*, MemoryKind> pieces_;  // live pieces of slabs
+  std::vector<std::byte*> free_[2][kNumClasses];
+};
+
+Memory& memory() {
+  static Memory* const instance = new Memory();
+  return *instance;
+}
+
+void ReleaseBuffer(std::byte* data, int64_t bytes) { memory().Release(data, bytes); }
+
+}  // namespace
+
+absl::Status StartMemory(int64_t hbm_budget_bytes) { return memory().Start(hbm_budget_bytes); }
+void StopMemory() { memory().Stop(); }
+
+absl::StatusOr<Buffer> ReserveMemory(MemoryKind kind, int64_t bytes) {
+  if (bytes <= 0) return absl::InvalidArgumentError(absl::StrCat("reserve of ", bytes, " bytes"));
+  int64_t reserved_bytes = 0;
+  absl::StatusOr<std::byte*> data = memory().Reserve(kind, bytes, &reserved_bytes);
+  if (!data.ok()) return data.status();
+  return Buffer(*data, reserved_bytes, &ReleaseBuffer);
+}
+
+absl::Status CommitMemory(const Buffer& buffer, int64_t offset_bytes, int64_t bytes) {
+  if (offset_bytes < 0 || bytes < 0 || offset_bytes > buffer.bytes() ||
+      bytes > buffer.bytes() - offset_bytes) {
+    return absl::OutOfRangeError(absl::StrCat("commit of [", offset_bytes, ", +", bytes,
+                                              ") in a buffer of ", buffer.bytes(), " bytes"));
+  }
+  return memory().Commit(buffer.data(), offset_bytes, bytes);
+}
+
+bool IsPinned(const void* data, int64_t bytes) { return memory().InRange(data, bytes, true); }
+bool IsHost(const void* data) { return memory().InRange(data, 0, false); }
+
+}  // namespace sluice::cuda
