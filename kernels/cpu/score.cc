@@ -9,8 +9,8 @@
 #include <algorithm>
 #include <bit>
 
-#include "kernels/ops/check.h"
 #include "kernels/cpu/highway_config.h"
+#include "kernels/ops/check.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/score.cc"
