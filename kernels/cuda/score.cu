@@ -10,6 +10,7 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "kernels/cuda/mma.cuh"
 #include "kernels/cuda/op_kernels.h"
@@ -21,6 +22,7 @@ namespace {
 constexpr int kRangeBlocks = 32;
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
+constexpr int kQueryThreads = 512;
 constexpr int kFoldThreads = 128;
 constexpr int kSelectThreads = 1024;
 constexpr int kKeysAThread = 16;
@@ -91,15 +93,23 @@ __global__ void QueriesKernel(ScoreParams params, Workspace workspace) {
                  : __half2float(reinterpret_cast<const __half*>(q)[d]);
   }
   __syncthreads();
-  for (int r = threadIdx.x; r < params.rank; r += blockDim.x) {
-    double sum = 0;
+  // A thread sums one column over one slice of the head dimensions; the slices add up in order.
+  __shared__ double sums[kQueryThreads];
+  const int slices = kQueryThreads / params.rank;
+  const int slice = static_cast<int>(threadIdx.x) / params.rank;
+  const int r = static_cast<int>(threadIdx.x) % params.rank;
+  double sum = 0;
 #pragma unroll 8
-    for (int d = 0; d < params.head_dim; ++d) {
-      sum = fma(static_cast<double>(row[d]),
-                static_cast<double>(__bfloat162float(p[d * params.rank + r])), sum);
-    }
-    workspace.q[head * params.rank + r] = static_cast<float>(sum);
+  for (int d = slice; d < params.head_dim; d += slices) {
+    if (slice >= slices) break;
+    sum = fma(static_cast<double>(row[d]),
+              static_cast<double>(__bfloat162float(p[d * params.rank + r])), sum);
   }
+  sums[threadIdx.x] = sum;
+  __syncthreads();
+  if (slice != 0) return;
+  for (int i = 1; i < slices; ++i) sum += sums[i * params.rank + r];
+  workspace.q[head * params.rank + r] = static_cast<float>(sum);
 }
 
 // 8 values of a row of A_g, zero past the rank.
@@ -422,13 +432,24 @@ __global__ void __launch_bounds__(kSelectThreads)
       }
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-      int64_t before = 0;
-      uint32_t digit = 0;
-      while (before + histogram[digit] < rest) before += histogram[digit++];
-      found_digit = digit;
-      found_before = before;
-      num_selected = 0;
+    if (threadIdx.x < 32) {
+      uint32_t count[8];
+      int64_t through = 0;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) through += count[i] = histogram[8 * threadIdx.x + i];
+      const int64_t own = through;
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const int64_t other = __shfl_up_sync(0xffffffffu, through, distance);
+        if (static_cast<int>(threadIdx.x) >= distance) through += other;
+      }
+      int64_t before = through - own;
+      if (before < rest && rest <= through) {
+        int i = 0;
+        while (before + count[i] < rest) before += count[i++];
+        found_digit = 8 * threadIdx.x + i;
+        found_before = before;
+      }
+      if (threadIdx.x == 0) num_selected = 0;
     }
     __syncthreads();
     prefix = prefix << 8 | found_digit;
@@ -513,7 +534,7 @@ cudaError_t LaunchScore(const ScoreParams& params, cudaStream_t stream) {
   const auto raw = reinterpret_cast<int64_t>(params.workspace);
   Layout(params, params.workspace + ((raw + kAlignment - 1) / kAlignment * kAlignment - raw),
          &workspace);
-  QueriesKernel<<<params.num_query_heads, 128, 0, stream>>>(params, workspace);
+  QueriesKernel<<<params.num_query_heads, kQueryThreads, 0, stream>>>(params, workspace);
   const bool wide = params.rank % 8 == 0;
   switch ((params.rank + 31) / 32) {
     case 1:
