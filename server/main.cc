@@ -3,6 +3,7 @@
 
 #include <pthread.h>
 #include <signal.h>
+#include <sys/resource.h>
 
 #include <cstdio>
 #include <fstream>
@@ -60,7 +61,20 @@ absl::Status WritePortFile(const std::string& path, int port) {
   return absl::OkStatus();
 }
 
+// Takes as many descriptors as the machine allows: a listener that runs out of them stops to
+// accept, and connections are cheap. What is left is the operator's to raise.
+void RaiseFileLimit() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == limit.rlim_max) return;
+  limit.rlim_cur = limit.rlim_max;
+  if (setrlimit(RLIMIT_NOFILE, &limit) != 0) {
+    LogWarning("the limit of open files could not be raised",
+               {{"limit", static_cast<int64_t>(limit.rlim_max)}});
+  }
+}
+
 absl::Status Serve(const DaemonOptions& options, const sigset_t& end_signals) {
+  RaiseFileLimit();
   SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device,
                           CreateCpuDevice({.num_threads = options.cpu.num_threads}));
   SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<SessionManager> manager,

@@ -63,11 +63,11 @@ absl::Status CheckShape(const std::string& path, const std::vector<int64_t>& sha
   std::vector<int64_t> allowed = inner;
   if (outer > 1) allowed.insert(allowed.begin(), outer);
   const auto bad = [&] {
-    return UsageError(
-        absl::StrCat(path, " has the shape ", ShapeText(shape), "; allowed: ", ShapeText(allowed),
-                     outer > 1 ? absl::StrCat(", or that with ", outer,
-                                              " split into leading extents, such as [layers, ids, ...]")
-                               : ""));
+    return UsageError(absl::StrCat(
+        path, " has the shape ", ShapeText(shape), "; allowed: ", ShapeText(allowed),
+        outer > 1 ? absl::StrCat(", or that with ", outer,
+                                 " split into leading extents, such as [layers, ids, ...]")
+                  : ""));
   };
   if (shape.size() < inner.size()) return bad();
   const auto split = shape.end() - static_cast<std::ptrdiff_t>(inner.size());
@@ -365,10 +365,10 @@ std::vector<Command> ArrayCommands() {
       {.path = "fetch",
        .operands = "",
        .summary = "Write blocks to .npy files, bit for bit",
-       .details =
-           absl::StrCat(kArrayDetails,
-                        "\nnp.load gives bfloat16 back as '<V2'; .view(ml_dtypes.bfloat16) makes numbers of it.\n"
-                        "A fetch that fails leaves no file."),
+       .details = absl::StrCat(kArrayDetails,
+                               "\nnp.load gives bfloat16 back as '<V2'; .view(ml_dtypes.bfloat16) "
+                               "makes numbers of it.\n"
+                               "A fetch that fails leaves no file."),
        .options = {SessionOption(),
                    {"blocks", "IDS", "the blocks' ids, such as 0-7", true},
                    {"k", "FILE", "K goes here", true},

@@ -12,6 +12,7 @@
 #endif
 
 #include <algorithm>
+#include <limits>
 
 #include "hwy/cache_control.h"
 #include "kernels/cpu/simd-inl.h"
@@ -168,10 +169,26 @@ HWY_INLINE MaxAndSum Softmax(float* logits, const RowRanges& ranges, float scale
   std::fill(logits + ranges.end[ranges.count - 1], logits + last, -kInfinity);
 
   VF maxima = hn::Set(df, -kInfinity);
+  VF nans = hn::Zero(df);
   for (int i = first; i < last; i += kLanes) {
-    maxima = hn::Max(maxima, hn::Load(df, logits + i));
+    const VF s = hn::Load(df, logits + i);
+    const auto is_nan = hn::IsNaN(s);
+    nans = hn::IfThenElse(is_nan, s, nans);
+    maxima = hn::Max(maxima, hn::IfThenElse(is_nan, hn::Set(df, -kInfinity), s));
   }
   const float m = hn::GetLane(hn::MaxOfLanes(df, maxima));
+  if (!hn::AllFalse(df, hn::IsNaN(nans))) [[unlikely]] {
+    // NaN that is seen must reach the result. A maximum passes it over, so it goes on as a weight;
+    // the state has a finite maximum, so that no fold takes it for an empty one.
+    const float finite_m = m == -kInfinity ? std::numeric_limits<float>::lowest() : m;
+    const VF all_m = hn::Set(df, finite_m);
+    for (int i = first; i < last; i += kLanes) {
+      const VF s = hn::Load(df, logits + i);
+      hn::Store(hn::IfThenElse(hn::IsNaN(s), s, ExpOfNonPositive(df, hn::Sub(s, all_m))), df,
+                logits + i);
+    }
+    return {finite_m, std::numeric_limits<float>::quiet_NaN()};
+  }
   if (m == -kInfinity) return {m, 0.0f};
   const VF all_m = hn::Set(df, m);
   VF sum = hn::Zero(df);

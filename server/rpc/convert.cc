@@ -129,7 +129,9 @@ absl::Status FromProto(v1::Dtype dtype, absl::string_view field, DType unspecifi
       *out = DType::kF32;
       return absl::OkStatus();
     default:
-      return InvalidField(field, static_cast<int>(dtype), "DTYPE_BF16, DTYPE_FP16 or DTYPE_F32");
+      return InvalidField(field, static_cast<int>(dtype),
+                          field == "spec.kv_dtype" ? "DTYPE_BF16 or DTYPE_FP16"
+                                                   : "DTYPE_BF16, DTYPE_FP16 or DTYPE_F32");
   }
 }
 

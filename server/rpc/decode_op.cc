@@ -45,7 +45,9 @@ absl::Status DecodeOp::Parse(const Request& request, const Session& session,
       }
       to.update.sequence_id = to.sequence_id;
     }
-    num_rows += to.query_tokens;
+    // One out of range is refused as such by the session; here it only must not make a reply look
+    // large.
+    if (to.query_tokens <= kMaxQueryTokens) num_rows += to.query_tokens;
   }
   sequences = parsed_sequences_;
   q = ViewOf(request.has_q(), request.q());

@@ -102,6 +102,9 @@ void RpcServerImpl::Configure(grpc::ServerBuilder* builder) {
   builder->SetMaxReceiveMessageSize(static_cast<int>(
       max_message_bytes + std::max(max_message_bytes / 4, kMinReceiveMarginBytes)));
   builder->SetMaxSendMessageSize(-1);
+  // A compressed message is measured after it was inflated, which is too late to bound memory.
+  builder->SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_DEFLATE, false);
+  builder->SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_GZIP, false);
   grpc::ResourceQuota quota("sluice");
   quota.SetMaxThreads(kMaxReflectionThreads);
   builder->SetResourceQuota(quota);

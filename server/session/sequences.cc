@@ -223,7 +223,12 @@ absl::StatusOr<uint32_t> SessionImpl::TruncateSequence(uint32_t sequence_id, uin
     return static_cast<uint32_t>(sequence->block_ids.size());
   }
   if (generation <= sequence->generation) {
-    return StaleGeneration(sequence_id, generation, sequence->generation);
+    return Error(absl::StatusCode::kAborted, Reason::kStaleGeneration,
+                 absl::StrCat("sequence ", sequence_id, " has generation ", sequence->generation,
+                              "; a truncation needs a higher one than that, not ", generation))
+        .Meta("sequence_id", sequence_id)
+        .Meta("generation", generation)
+        .Meta("current_generation", sequence->generation);
   }
   const int64_t table_tokens = std::ssize(sequence->block_ids) * spec_.block_tokens;
   if (context_tokens < 0 || context_tokens > table_tokens) {

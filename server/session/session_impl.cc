@@ -128,7 +128,8 @@ absl::Status SessionImpl::CheckHandle(uint64_t epoch) {
   if (epoch != epoch_) {
     return Error(absl::StatusCode::kAborted, Reason::kFenced,
                  absl::StrCat("the handle of session '", spec_.name, "' has epoch ", epoch,
-                              "; it was opened again since and has epoch ", epoch_))
+                              "; the session has epoch ", epoch_,
+                              ": it was opened again since, or the handle is of another daemon"))
         .Meta("epoch", epoch)
         .Meta("current_epoch", epoch_);
   }

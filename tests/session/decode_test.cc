@@ -47,6 +47,23 @@ TEST_F(Decode, WritesTokensBeforeAttentionAndARepeatGivesTheSameBytes) {
   EXPECT_EQ((*info)[3].state, BlockState::kReserved) << "layer 1 has got nothing yet";
 }
 
+TEST_F(Decode, NaNThatIsSeenReachesTheResult) {
+  Open(SmallSpec());
+  Tokens tokens = RandomTokens(10);
+  std::fill(tokens.k.begin(), tokens.k.end(), uint16_t{0x7fc0});
+  ASSERT_TRUE(OffloadTokens(0, 0, tokens).ok());
+  ASSERT_TRUE(Put(0, 1, 0, Ids(0, 3)).ok());
+  call_.return_lse = true;
+  for (int64_t context : {1, 4, 10}) {
+    ASSERT_TRUE(Step(0, Seq(0, 1, context), RandomQ(1), nullptr).ok());
+    const auto* bits = reinterpret_cast<const uint16_t*>(call_.out.data());
+    for (size_t i = 0; i < call_.out.size() / 2; ++i) {
+      ASSERT_TRUE(std::isnan(FloatFromBf16(bits[i]))) << "context " << context << " element " << i;
+    }
+    for (const float lse : call_.lse) EXPECT_TRUE(std::isnan(lse)) << "context " << context;
+  }
+}
+
 TEST_F(Decode, SeveralQueryTokensAreCausalAmongThemselvesAndEqualSingleSteps) {
   Open(SmallSpec());
   const Tokens tokens = RandomTokens(17);
