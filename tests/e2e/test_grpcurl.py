@@ -112,7 +112,7 @@ def test_transcripts_compare_as_they_say(tmp_path):
 
 
 def test_every_command_of_the_api_document_works_in_order(start_daemon):
-    daemon = start_daemon()
+    daemon = start_daemon("--hbm_budget_bytes=4294967296", "--host_budget_bytes=1073741824")
     blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs/api.md").read_text(), re.DOTALL)
     script = "\n".join(blocks).replace("127.0.0.1:7464", daemon.address)
     assert script.count("grpcurl") > 20
