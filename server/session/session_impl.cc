@@ -134,8 +134,7 @@ absl::Status SessionImpl::CheckHandle(uint64_t epoch) {
         .Meta("current_epoch", epoch_);
   }
   if (life_ == Life::kClosing) {
-    return Error(absl::StatusCode::kFailedPrecondition, Reason::kSessionClosing,
-                 absl::StrCat("session '", spec_.name, "' is being closed"));
+    return SessionClosing(spec_.name);
   }
   if (life_ == Life::kDetached) {
     return Error(absl::StatusCode::kFailedPrecondition, Reason::kSessionDetached,
@@ -260,19 +259,16 @@ bool SessionImpl::Expire(absl::Time now) {
 }
 
 absl::Status SessionImpl::BeginClose() {
-  Call* ended = nullptr;
   std::function<void()> drained;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (life_ == Life::kClosing || life_ == Life::kGone) {
-      return Error(absl::StatusCode::kFailedPrecondition, Reason::kSessionClosing,
-                   absl::StrCat("session '", spec_.name, "' is being closed"));
+      return SessionClosing(spec_.name);
     }
     life_ = Life::kClosing;
     drained_told_ = false;
     drained = TakeDrained();
   }
-  RunDone(ended);
   if (drained) drained();
   return absl::OkStatus();
 }
@@ -328,16 +324,13 @@ std::function<void()> SessionImpl::TakeDrained() {
 
 absl::Status SessionImpl::CheckAlive() const {
   if (life_ != Life::kGone) return absl::OkStatus();
-  return Error(absl::StatusCode::kNotFound, Reason::kSessionNotFound,
-               absl::StrCat("no session '", spec_.name, "'"))
-      .Resource("session", spec_.name);
+  return SessionNotFound(spec_.name);
 }
 
 absl::Status SessionImpl::AdmitChange() const {
   SLUICE_RETURN_IF_ERROR(CheckAlive());
   if (life_ == Life::kClosing) {
-    return Error(absl::StatusCode::kFailedPrecondition, Reason::kSessionClosing,
-                 absl::StrCat("session '", spec_.name, "' is being closed"));
+    return SessionClosing(spec_.name);
   }
   return absl::OkStatus();
 }
@@ -586,6 +579,17 @@ void SessionImpl::LaunchAttend(AttendParams params, std::vector<AttendSequence>*
     params.num_sequences = fits;
     ops_.Attend(params, *attention_stream_);
   }
+}
+
+Error SessionNotFound(absl::string_view name) {
+  return Error(absl::StatusCode::kNotFound, Reason::kSessionNotFound,
+               absl::StrCat("no session '", name, "'"))
+      .Resource("session", name);
+}
+
+Error SessionClosing(absl::string_view name) {
+  return Error(absl::StatusCode::kFailedPrecondition, Reason::kSessionClosing,
+               absl::StrCat("session '", name, "' is being closed"));
 }
 
 }  // namespace sluice

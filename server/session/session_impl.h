@@ -20,6 +20,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "kernels/device/device.h"
 #include "kernels/ops/ops.h"
+#include "server/base/error.h"
 #include "server/session/reservation.h"
 #include "server/session/session.h"
 #include "server/session/staging.h"
@@ -254,6 +255,8 @@ class SessionImpl final : public Session {
   std::vector<std::byte*> scratch_slots_;
 };
 
+Error SessionNotFound(absl::string_view name);
+Error SessionClosing(absl::string_view name);
 absl::Status SequenceNotFound(uint32_t sequence_id);
 absl::Status StaleGeneration(uint32_t sequence_id, uint64_t given, uint64_t current);
 absl::Status BlockShared(uint32_t layer, uint32_t block_id);

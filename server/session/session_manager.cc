@@ -105,8 +105,7 @@ absl::StatusOr<SessionManager::Opened> SessionManagerImpl::Open(const SessionSpe
   if (it == sessions_.end()) return OpenNew(spec);
   Entry& entry = it->second;
   if (entry.done) {
-    return Error(absl::StatusCode::kFailedPrecondition, Reason::kSessionClosing,
-                 absl::StrCat("session '", spec.name, "' is being closed"))
+    return SessionClosing(spec.name)
         .Retry(kClosingRetry);
   }
   SLUICE_RETURN_IF_ERROR(entry.session->CheckSameSession(spec));
@@ -153,9 +152,7 @@ absl::StatusOr<std::shared_ptr<SessionImpl>> SessionManagerImpl::FindByName(
     const std::string& name) const {
   const auto it = sessions_.find(name);
   if (it != sessions_.end()) return it->second.session;
-  return Error(absl::StatusCode::kNotFound, Reason::kSessionNotFound,
-               absl::StrCat("no session '", name, "'"))
-      .Resource("session", name);
+  return SessionNotFound(name);
 }
 
 absl::StatusOr<std::shared_ptr<Session>> SessionManagerImpl::Find(const std::string& name,
@@ -197,8 +194,7 @@ void SessionManagerImpl::Close(const std::string& name, uint64_t epoch, bool kee
       SLUICE_RETURN_IF_ERROR(session->CheckHandle(epoch));
       Entry& entry = sessions_.find(name)->second;
       if (entry.done) {
-        return Error(absl::StatusCode::kFailedPrecondition, Reason::kSessionClosing,
-                     absl::StrCat("session '", name, "' is being closed"));
+        return SessionClosing(name);
       }
       entry.keep_data = keep_data;
       entry.done = done;
