@@ -1,11 +1,16 @@
 #include "kernels/cuda/memory.h"
 
+#include <linux/mempolicy.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -20,6 +25,13 @@ namespace {
 constexpr int64_t kPageBytes = 4096;
 constexpr int64_t kHostGranuleBytes = 64 << 10;
 constexpr int64_t kSlabBytes = 32 << 20;
+// Device memory committed in runs of at least this many bytes has a handle of its own: to make and
+// map one takes as long as one of 2 MiB.
+constexpr int64_t kLargeRunBytes = int64_t{1} << 30;
+// Host memory committed in runs of at least this many bytes is faulted in by several threads.
+constexpr int64_t kTouchedRunBytes = int64_t{64} << 20;
+constexpr int kTouchThreads = 8;
+constexpr int64_t kHugePageBytes = 2 << 20;
 constexpr int kMinClassLog2 = 12;
 constexpr int kMaxClassLog2 = 22;  // larger ones have address space of their own
 constexpr int kNumClasses = kMaxClassLog2 - kMinClassLog2 + 1;
@@ -35,14 +47,21 @@ struct Range {
   MemoryKind kind = MemoryKind::kDevice;
   int64_t bytes = 0;
   std::vector<bool> committed;                        // by granule
-  std::vector<CUmemGenericAllocationHandle> handles;  // device: by granule
-  std::vector<std::byte*> registered;                 // host: starts of what was pinned
+  std::vector<CUmemGenericAllocationHandle> handles;  // device: by granule; 0: of a large run
+  struct LargeRun {
+    int64_t first;  // granules
+    int64_t count;
+    CUmemGenericAllocationHandle handle;
+  };
+  std::vector<LargeRun> large_runs;
+  std::vector<std::byte*> registered;  // host: starts of what was pinned
 };
 
 class Memory {
  public:
-  absl::Status Start(int64_t hbm_budget_bytes) {
+  absl::Status Start(int64_t hbm_budget_bytes, int numa_node) {
     std::lock_guard<std::mutex> lock(mutex_);
+    numa_node_ = numa_node;
     property_ = {};
     property_.type = CU_MEM_ALLOCATION_TYPE_PINNED;
     property_.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
@@ -65,7 +84,18 @@ class Memory {
     while (!ranges_.empty()) FreeRange(ranges_.begin());
     for (const CUmemGenericAllocationHandle handle : spare_handles_) driver().release(handle);
     spare_handles_.clear();
-    num_handles_ = 0;
+    num_granules_ = 0;
+  }
+
+  absl::Status TakeDevice(int64_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    while (std::ssize(spare_handles_) * granule_bytes_ < bytes) {
+      CUmemGenericAllocationHandle handle = 0;
+      absl::Status status = Create(1, &handle);
+      if (!status.ok()) return status;
+      spare_handles_.push_back(handle);
+    }
+    return absl::OkStatus();
   }
 
   absl::StatusOr<std::byte*> Reserve(MemoryKind kind, int64_t bytes, int64_t* reserved_bytes) {
@@ -151,6 +181,7 @@ class Memory {
       void* mapped = mmap(nullptr, range->bytes, PROT_READ | PROT_WRITE,
                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
       if (mapped == MAP_FAILED) return NoMemory("address space", bytes);
+      PlaceNearDevice(mapped, range->bytes);
       data = static_cast<std::byte*>(mapped);
     }
     // One bit a granule, also for what is never committed: a 64 GiB range takes 4 KiB of them.
@@ -182,32 +213,62 @@ class Memory {
     return absl::OkStatus();
   }
 
+  // A preference: where the machine has one node, or forbids to choose, nothing is lost but speed.
+  void PlaceNearDevice(void* data, int64_t bytes) const {
+    constexpr int kMaxNodes = 64;
+    if (numa_node_ < 0 || numa_node_ >= kMaxNodes) return;
+    const uint64_t nodes = uint64_t{1} << numa_node_;
+    (void)syscall(SYS_mbind, data, bytes, MPOL_PREFERRED, &nodes, kMaxNodes + 1, 0);
+  }
+
+  absl::Status Create(int64_t num_granules, CUmemGenericAllocationHandle* handle) {
+    if ((num_granules_ + num_granules) * granule_bytes_ > budget_bytes_) {
+      return absl::ResourceExhaustedError(
+          absl::StrCat("the GPU's budget of ", budget_bytes_, " bytes is spent"));
+    }
+    absl::Status status = ToStatus(
+        driver().create(handle, num_granules * granule_bytes_, &property_, 0), "cuMemCreate");
+    if (status.ok()) num_granules_ += num_granules;
+    return status;
+  }
+
+  absl::Status Map(std::byte* at, int64_t bytes, CUmemGenericAllocationHandle handle) {
+    const auto address = reinterpret_cast<CUdeviceptr>(at);
+    absl::Status status = ToStatus(driver().map(address, bytes, 0, handle, 0), "cuMemMap");
+    if (!status.ok()) return status;
+    CUmemAccessDesc access = {};
+    access.location = property_.location;
+    access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    status = ToStatus(driver().set_access(address, bytes, &access, 1), "cuMemSetAccess");
+    if (!status.ok()) driver().unmap(address, bytes);
+    return status;
+  }
+
   absl::Status MapGranules(std::byte* data, Range& range, int64_t first, int64_t last) {
+    const int64_t large = kLargeRunBytes / granule_bytes_;
+    for (; last - first >= large; first += large) {
+      CUmemGenericAllocationHandle handle = 0;
+      absl::Status status = Create(large, &handle);
+      if (!status.ok()) return status;
+      status = Map(data + first * granule_bytes_, large * granule_bytes_, handle);
+      if (!status.ok()) {
+        driver().release(handle);
+        num_granules_ -= large;
+        return status;
+      }
+      range.large_runs.push_back({first, large, handle});
+      std::fill_n(range.committed.begin() + first, large, true);
+    }
     for (int64_t granule = first; granule < last; ++granule) {
       if (spare_handles_.empty()) {
         CUmemGenericAllocationHandle handle = 0;
-        if ((num_handles_ + 1) * granule_bytes_ > budget_bytes_) {
-          return absl::ResourceExhaustedError(
-              absl::StrCat("the GPU's budget of ", budget_bytes_, " bytes is spent"));
-        }
-        absl::Status status =
-            ToStatus(driver().create(&handle, granule_bytes_, &property_, 0), "cuMemCreate");
+        absl::Status status = Create(1, &handle);
         if (!status.ok()) return status;
-        ++num_handles_;
         spare_handles_.push_back(handle);
       }
-      const auto address = reinterpret_cast<CUdeviceptr>(data + granule * granule_bytes_);
       absl::Status status =
-          ToStatus(driver().map(address, granule_bytes_, 0, spare_handles_.back(), 0), "cuMemMap");
+          Map(data + granule * granule_bytes_, granule_bytes_, spare_handles_.back());
       if (!status.ok()) return status;
-      CUmemAccessDesc access = {};
-      access.location = property_.location;
-      access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-      status = ToStatus(driver().set_access(address, granule_bytes_, &access, 1), "cuMemSetAccess");
-      if (!status.ok()) {
-        driver().unmap(address, granule_bytes_);
-        return status;
-      }
       range.handles[granule] = spare_handles_.back();
       spare_handles_.pop_back();
       range.committed[granule] = true;
@@ -215,9 +276,28 @@ class Memory {
     return absl::OkStatus();
   }
 
+  // Pinning faults pages in one by one and from one thread; huge pages and many threads are
+  // quicker.
+  static void Touch(std::byte* data, int64_t bytes) {
+    if (bytes < kTouchedRunBytes) return;
+    (void)madvise(data, bytes, MADV_HUGEPAGE);
+    const int64_t part = RoundUp(bytes / kTouchThreads, kHugePageBytes);
+    std::vector<std::thread> threads;
+    for (int64_t begin = 0; begin < bytes; begin += part) {
+      threads.emplace_back([=] {
+        const int64_t end = std::min(begin + part, bytes);
+        for (int64_t at = begin; at < end; at += kPageBytes) {
+          *reinterpret_cast<volatile std::byte*>(data + at) = std::byte{0};
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+
   absl::Status PinGranules(std::byte* data, Range& range, int64_t first, int64_t last) {
     std::byte* at = data + first * kHostGranuleBytes;
     const int64_t bytes = (last - first) * kHostGranuleBytes;
+    Touch(at, bytes);
     const cudaError_t error =
         cudaHostRegister(at, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
     if (error != cudaSuccess) {
@@ -234,10 +314,16 @@ class Memory {
     Range& range = *it->second;
     if (range.kind == MemoryKind::kDevice) {
       for (size_t granule = 0; granule < range.committed.size(); ++granule) {
-        if (!range.committed[granule]) continue;
+        if (range.handles[granule] == 0) continue;
         driver().unmap(reinterpret_cast<CUdeviceptr>(it->first + granule * granule_bytes_),
                        granule_bytes_);
         spare_handles_.push_back(range.handles[granule]);
+      }
+      for (const Range::LargeRun& run : range.large_runs) {
+        driver().unmap(reinterpret_cast<CUdeviceptr>(it->first + run.first * granule_bytes_),
+                       run.count * granule_bytes_);
+        driver().release(run.handle);
+        num_granules_ -= run.count;
       }
       driver().address_free(reinterpret_cast<CUdeviceptr>(it->first), range.bytes);
     } else {
@@ -251,7 +337,8 @@ class Memory {
   CUmemAllocationProp property_ = {};
   int64_t granule_bytes_ = 2 << 20;
   int64_t budget_bytes_ = 0;
-  int64_t num_handles_ = 0;
+  int64_t num_granules_ = 0;
+  int numa_node_ = -1;
   std::vector<CUmemGenericAllocationHandle> spare_handles_;
   Ranges ranges_;
   std::vector<std::byte*> slabs_;
@@ -268,8 +355,11 @@ void ReleaseBuffer(std::byte* data, int64_t bytes) { memory().Release(data, byte
 
 }  // namespace
 
-absl::Status StartMemory(int64_t hbm_budget_bytes) { return memory().Start(hbm_budget_bytes); }
+absl::Status StartMemory(int64_t hbm_budget_bytes, int numa_node) {
+  return memory().Start(hbm_budget_bytes, numa_node);
+}
 void StopMemory() { memory().Stop(); }
+absl::Status TakeDeviceMemory(int64_t bytes) { return memory().TakeDevice(bytes); }
 
 absl::StatusOr<Buffer> ReserveMemory(MemoryKind kind, int64_t bytes) {
   if (bytes <= 0) return absl::InvalidArgumentError(absl::StrCat("reserve of ", bytes, " bytes"));

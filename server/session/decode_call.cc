@@ -53,6 +53,7 @@ class DecodeStepBuilder {
   absl::Status PlanSequence(const DecodeSequence& sequence, int64_t first_row);
   absl::Status CheckTokens(const SequenceState& state, const DecodeSequence& sequence) const;
   void PlanWrites(const SequenceState& state, const DecodeSequence& sequence, int64_t first_row);
+  void CountReads(int64_t context_tokens, int64_t num_blocks, int64_t num_hbm_blocks);
 
   bool writes() const { return call_.k.given(); }
   int64_t first_position(const DecodeSequence& sequence) const {
@@ -265,6 +266,20 @@ void DecodeStepBuilder::PlanWrites(const SequenceState& state, const DecodeSeque
   }
 }
 
+// Whole blocks, the last one apart, of which `context_tokens` are read.
+void DecodeStepBuilder::CountReads(int64_t context_tokens, int64_t num_blocks,
+                                   int64_t num_hbm_blocks) {
+  const int64_t token_bytes = session_.slot_bytes_ / session_.spec_.block_tokens;
+  const int64_t unread_tokens = num_blocks * session_.spec_.block_tokens - context_tokens;
+  const bool last_in_hbm = session_.blocks_->InHbm(work_.addresses.back());
+  StepStats& stats = call_.stats;
+  stats.hbm_blocks += num_hbm_blocks;
+  stats.host_blocks += num_blocks - num_hbm_blocks;
+  stats.hbm_bytes += num_hbm_blocks * session_.slot_bytes_;
+  stats.host_bytes += (num_blocks - num_hbm_blocks) * session_.slot_bytes_;
+  (last_in_hbm ? stats.hbm_bytes : stats.host_bytes) -= unread_tokens * token_bytes;
+}
+
 absl::Status DecodeStepBuilder::PlanSequence(const DecodeSequence& sequence, int64_t first_row) {
   if (sequence.has_update) {
     SLUICE_RETURN_IF_ERROR(session_.ApplyUpdate(sequence.update).status());
@@ -283,12 +298,13 @@ absl::Status DecodeStepBuilder::PlanSequence(const DecodeSequence& sequence, int
   attend.first_row = first_row;
   attend.query_tokens = static_cast<int32_t>(sequence.query_tokens);
   work_.attend.push_back(attend);
+  int64_t num_hbm_blocks = 0;
   for (int64_t index = 0; index < num_blocks; ++index) {
-    work_.addresses.push_back(session_.blocks_->at(call_.layer, state->block_ids[index]).slot);
+    const std::byte* slot = session_.blocks_->at(call_.layer, state->block_ids[index]).slot;
+    work_.addresses.push_back(slot);
+    num_hbm_blocks += session_.blocks_->InHbm(slot) ? 1 : 0;
   }
-  call_.stats.host_blocks += num_blocks;
-  call_.stats.host_bytes +=
-      sequence.context_tokens * (session_.slot_bytes_ / session_.spec_.block_tokens);
+  CountReads(sequence.context_tokens, num_blocks, num_hbm_blocks);
   return absl::OkStatus();
 }
 

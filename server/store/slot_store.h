@@ -29,8 +29,14 @@ class SlotStore {
   // Fills `slots` with addresses of that many slots, or takes none: RESOURCE_EXHAUSTED HOST_MEMORY.
   // What a new slot holds is not defined.
   [[nodiscard]] virtual absl::Status Allocate(int64_t slot_bytes, absl::Span<std::byte*> slots) = 0;
+  // Fills the first of `slots` with as many as there is room for; returns how many.
+  [[nodiscard]] virtual int64_t AllocateUpTo(int64_t slot_bytes, absl::Span<std::byte*> slots) = 0;
   // Gives slots back. Nobody may read or write them any more.
   virtual void Free(int64_t slot_bytes, absl::Span<std::byte* const> slots) = 0;
+
+  // Whether a slot that some store handed out is of this one. Asked of the HBM store alone, and of
+  // every block of a step: it must be cheap.
+  virtual bool Owns(const std::byte* slot) const = 0;
 
   virtual int64_t budget_bytes() const = 0;
   virtual int64_t used_bytes() const = 0;  // strides of the slots handed out
