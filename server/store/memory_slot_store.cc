@@ -190,13 +190,10 @@ void MemorySlotStore::FreeLocked(int64_t stride_bytes, absl::Span<std::byte* con
   }
 }
 
-bool MemorySlotStore::Owns(const std::byte* slot) const {
-  auto after = std::upper_bound(
-      slabs_.begin(), slabs_.end(), slot,
-      [](const std::byte* at, const auto& slab) { return at < slab->buffer.data(); });
-  if (after == slabs_.begin()) return false;
-  const Buffer& buffer = (*std::prev(after))->buffer;
-  return slot < buffer.data() + buffer.bytes();
+absl::Span<const std::byte> MemorySlotStore::range() const {
+  if (slabs_.size() != 1) return {};
+  const Buffer& buffer = slabs_[0]->buffer;
+  return {buffer.data(), static_cast<size_t>(buffer.bytes())};
 }
 
 }  // namespace sluice

@@ -45,7 +45,8 @@ class MemorySlotStore final : public SlotStore {
   absl::Status Allocate(int64_t slot_bytes, absl::Span<std::byte*> slots) override;
   int64_t AllocateUpTo(int64_t slot_bytes, absl::Span<std::byte*> slots) override;
   void Free(int64_t slot_bytes, absl::Span<std::byte* const> slots) override;
-  bool Owns(const std::byte* slot) const override;
+  // After TakeAll of a budget that is one slab.
+  absl::Span<const std::byte> range() const override;
   int64_t budget_bytes() const override { return budget_.total_bytes(); }
   int64_t used_bytes() const override { return budget_.used_bytes(); }
 
@@ -83,7 +84,7 @@ class MemorySlotStore final : public SlotStore {
   const MemorySlotStoreOptions options_;
   Device* const device_;
   Budget budget_;
-  std::vector<std::unique_ptr<Slab>> slabs_;  // by address; fixed after TakeAll
+  std::vector<std::unique_ptr<Slab>> slabs_;  // fixed after TakeAll
   std::mutex mutex_;
   std::map<int64_t, StrideClass> classes_;  // by stride
 };

@@ -34,9 +34,9 @@ class SlotStore {
   // Gives slots back. Nobody may read or write them any more.
   virtual void Free(int64_t slot_bytes, absl::Span<std::byte* const> slots) = 0;
 
-  // Whether a slot that some store handed out is of this one. Asked of the HBM store alone, and of
-  // every block of a step: it must be cheap.
-  virtual bool Owns(const std::byte* slot) const = 0;
+  // The one range of addresses that holds all slots of this store and no others; empty where there
+  // is no such range.
+  virtual absl::Span<const std::byte> range() const { return {}; }
 
   virtual int64_t budget_bytes() const = 0;
   virtual int64_t used_bytes() const = 0;  // strides of the slots handed out

@@ -17,6 +17,7 @@ BlockTable::BlockTable(const Options& options, const Stores& stores, RowPool* ro
                        std::vector<Stream*> readers)
     : options_(options),
       stores_(stores),
+      hbm_(stores.hbm != nullptr ? stores.hbm->range() : absl::Span<const std::byte>()),
       rows_(rows),
       readers_(std::move(readers)),
       entries_(options.num_layers * options.max_blocks),

@@ -22,6 +22,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "kernels/device/device.h"
 #include "server/store/slot_store.h"
 #include "server/swap/lazy_array.h"
@@ -57,7 +58,7 @@ class BlockTable {
   };
   // Where slots come from: HBM while there is room, then host memory.
   struct Stores {
-    SlotStore* hbm = nullptr;  // null: there is none
+    SlotStore* hbm = nullptr;  // all in one range of addresses; null: there is none
     SlotStore* host = nullptr;
   };
   // Everything given must outlive the table. `readers` are the streams that can hold addresses.
@@ -119,7 +120,7 @@ class BlockTable {
   int64_t num_slots() const { return num_host_slots_ + num_hbm_slots_; }
   int64_t num_hbm_slots() const { return num_hbm_slots_; }
   bool InHbm(const std::byte* slot) const {
-    return stores_.hbm != nullptr && stores_.hbm->Owns(slot);
+    return slot >= hbm_.data() && slot < hbm_.data() + hbm_.size();
   }
   int64_t stride_bytes() const { return SlotStore::StrideBytes(options_.slot_bytes); }
   RowPool& rows() { return *rows_; }
@@ -147,6 +148,7 @@ class BlockTable {
 
   Options options_;
   const Stores stores_;
+  const absl::Span<const std::byte> hbm_;  // addresses of its slots
   RowPool* const rows_;
   const std::vector<Stream*> readers_;
   LazyArray<BlockEntry> entries_;   // [layer, block_id]
