@@ -105,8 +105,7 @@ absl::StatusOr<SessionManager::Opened> SessionManagerImpl::Open(const SessionSpe
   if (it == sessions_.end()) return OpenNew(spec);
   Entry& entry = it->second;
   if (entry.done) {
-    return SessionClosing(spec.name)
-        .Retry(kClosingRetry);
+    return SessionClosing(spec.name).Retry(kClosingRetry);
   }
   SLUICE_RETURN_IF_ERROR(entry.session->CheckSameSession(spec));
   entry.session->Attach(spec, next_epoch_++);
