@@ -50,6 +50,7 @@ class CpuDevice final : public Device {
     info_.num_workers = num_threads;
     info_.total_memory_bytes =
         static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGE_SIZE);
+    info_.reads_any_host_memory = true;
   }
 
   const DeviceInfo& info() const override { return info_; }

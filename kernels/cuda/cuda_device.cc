@@ -93,6 +93,7 @@ absl::StatusOr<std::unique_ptr<Device>> CreateCudaDevice(const CudaDeviceOptions
                            properties.multiProcessorCount, " multiprocessors");
   info.num_workers = properties.multiProcessorCount;
   info.total_memory_bytes = static_cast<int64_t>(total_bytes);
+  info.reads_any_host_memory = false;
   return std::unique_ptr<Device>(
       std::make_unique<CudaDevice>(std::move(info), options.num_completion_threads));
 }

@@ -120,6 +120,10 @@ struct DeviceInfo {
   std::string instruction_set;     // what an output's bits depend on: "AVX3", "AVX2", "sm_90"
   int num_workers = 0;             // threads or multiprocessors
   int64_t total_memory_bytes = 0;  // HBM, or physical memory on the CPU device
+  // Whether operations take addresses of any memory of the process, say of a message's bytes.
+  // False: of Reserve'd memory alone; other bytes have to be copied there first. (The arrays of
+  // params themselves, such as TokenCopyParams::copies, may lie anywhere in either case.)
+  bool reads_any_host_memory = false;
 };
 
 class Device {
