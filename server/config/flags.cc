@@ -30,6 +30,11 @@ ABSL_FLAG(int64_t, hbm_budget_bytes, 0,
           "physical memory on the CPU device, nine tenths of HBM on a GPU.");
 ABSL_FLAG(int64_t, host_budget_bytes, 0,
           "Pinned host memory for blocks. 0: half of physical memory.");
+ABSL_FLAG(
+    int64_t, transfer_staging_bytes, 0,
+    "Pinned host memory that offloads and fetches pass through on a GPU, taken at start, beside "
+    "--host_budget_bytes; at least --max_message_bytes. 0: 512 MiB, or two messages where that "
+    "is more. The CPU device needs none.");
 ABSL_FLAG(int32_t, num_threads, 0, "Threads of the CPU device. 0: one a core.");
 ABSL_FLAG(int64_t, max_message_bytes, int64_t{64} << 20,
           "Largest message, in either direction: 1,024 .. 1 GiB.");
@@ -56,6 +61,7 @@ constexpr const char* kFlagNames[] = {"listen_address",
                                       "port_file",
                                       "hbm_budget_bytes",
                                       "host_budget_bytes",
+                                      "transfer_staging_bytes",
                                       "num_threads",
                                       "max_message_bytes",
                                       "max_inflight_bytes",
@@ -175,11 +181,18 @@ absl::Status ReadFlags(DaemonOptions* options) {
   SLUICE_RETURN_IF_ERROR(ReadLimits(&options->limits));
   options->memory.hbm_budget_bytes = absl::GetFlag(FLAGS_hbm_budget_bytes);
   options->memory.host_budget_bytes = absl::GetFlag(FLAGS_host_budget_bytes);
+  const int64_t staging_bytes = absl::GetFlag(FLAGS_transfer_staging_bytes);
+  options->memory.transfer_staging_bytes = staging_bytes;
   options->cpu.num_threads = absl::GetFlag(FLAGS_num_threads);
   const int64_t grace_ms = absl::GetFlag(FLAGS_shutdown_grace_ms);
   options->shutdown_grace = absl::Milliseconds(grace_ms);
   SLUICE_RETURN_IF_ERROR(AtLeast("hbm_budget_bytes", options->memory.hbm_budget_bytes, 0));
   SLUICE_RETURN_IF_ERROR(AtLeast("host_budget_bytes", options->memory.host_budget_bytes, 0));
+  if (staging_bytes != 0 && staging_bytes < options->limits.max_message_bytes) {
+    return absl::InvalidArgumentError(absl::StrCat("--transfer_staging_bytes is ", staging_bytes,
+                                                   "; allowed: 0, or --max_message_bytes (",
+                                                   options->limits.max_message_bytes, ") or more"));
+  }
   SLUICE_RETURN_IF_ERROR(AtLeast("num_threads", options->cpu.num_threads, 0));
   SLUICE_RETURN_IF_ERROR(AtLeast("shutdown_grace_ms", grace_ms, 0));
   const std::string level = absl::GetFlag(FLAGS_log_level);

@@ -33,6 +33,7 @@ struct MemoryOptions {
   // 0: chosen by the daemon.
   int64_t hbm_budget_bytes = 0;
   int64_t host_budget_bytes = 0;
+  int64_t transfer_staging_bytes = 0;
 };
 
 struct CpuOptions {

@@ -44,13 +44,15 @@ void Call::Internal::Run() {
 // Life.
 
 absl::StatusOr<std::shared_ptr<SessionImpl>> SessionImpl::Create(Options options, Device* device,
-                                                                 SlotStore* store) {
-  std::shared_ptr<SessionImpl> session(new SessionImpl(std::move(options), device, store));
+                                                                 SlotStore* store,
+                                                                 TransferStaging* staging) {
+  std::shared_ptr<SessionImpl> session(new SessionImpl(std::move(options), device, store, staging));
   SLUICE_RETURN_IF_ERROR(session->Init());
   return session;
 }
 
-SessionImpl::SessionImpl(Options options, Device* device, SlotStore* store)
+SessionImpl::SessionImpl(Options options, Device* device, SlotStore* store,
+                         TransferStaging* staging)
     : layout_(SlotLayout(options.spec.kv_dtype, static_cast<int32_t>(options.spec.num_kv_heads),
                          static_cast<int32_t>(options.spec.head_dim),
                          static_cast<int32_t>(options.spec.block_tokens))),
@@ -60,6 +62,7 @@ SessionImpl::SessionImpl(Options options, Device* device, SlotStore* store)
       device_(device),
       ops_(device->ops()),
       store_(store),
+      staging_(staging),
       now_(std::move(options.now)),
       on_drained_(std::move(options.on_drained)),
       max_queued_calls_(options.max_queued_calls),

@@ -14,6 +14,7 @@
 #include "server/base/status_macros.h"
 #include "server/session/reservation.h"
 #include "server/session/session_impl.h"
+#include "server/session/transfer_staging.h"
 #include "server/store/budget.h"
 #include "server/store/host_slot_store.h"
 
@@ -24,17 +25,23 @@ constexpr absl::Duration kSweepInterval = absl::Milliseconds(100);
 constexpr absl::Duration kShutdownRetry = absl::Seconds(1);
 constexpr absl::Duration kClosingRetry = absl::Milliseconds(50);
 
+constexpr int64_t kStagingBytes = int64_t{512} << 20;
+constexpr unsigned kMaxStagingThreads = 4;
+
 using CloseDone = std::function<void(absl::StatusOr<int64_t>)>;
 
 // Open and closed sessions live here; a thread of its own ends sessions, since that waits for their
 // streams.
 class SessionManagerImpl final : public SessionManager {
  public:
-  SessionManagerImpl(const SessionManagerOptions& options, Device* device)
+  // `staging`: null where the device reads any host memory.
+  SessionManagerImpl(const SessionManagerOptions& options, Device* device,
+                     std::unique_ptr<TransferStaging> staging)
       : options_(options),
         device_(device),
         device_budget_(options.hbm_budget_bytes),
         store_({.budget_bytes = options.host_budget_bytes}, device),
+        staging_(std::move(staging)),
         next_epoch_(static_cast<uint64_t>(absl::ToUnixMicros(absl::Now()))),
         janitor_([this] { RunJanitor(); }) {}
 
@@ -46,6 +53,8 @@ class SessionManagerImpl final : public SessionManager {
     }
     wake_.notify_all();
     janitor_.join();
+    // Its threads may be on their way out of OnDrained.
+    staging_.reset();
   }
 
   absl::StatusOr<Opened> Open(const SessionSpec& spec) override;
@@ -78,6 +87,7 @@ class SessionManagerImpl final : public SessionManager {
   Device* const device_;
   Budget device_budget_;
   HostSlotStore store_;
+  std::unique_ptr<TransferStaging> staging_;
 
   mutable std::mutex mutex_;
   std::condition_variable wake_;
@@ -105,8 +115,7 @@ absl::StatusOr<SessionManager::Opened> SessionManagerImpl::Open(const SessionSpe
   if (it == sessions_.end()) return OpenNew(spec);
   Entry& entry = it->second;
   if (entry.done) {
-    return SessionClosing(spec.name)
-        .Retry(kClosingRetry);
+    return SessionClosing(spec.name).Retry(kClosingRetry);
   }
   SLUICE_RETURN_IF_ERROR(entry.session->CheckSameSession(spec));
   entry.session->Attach(spec, next_epoch_++);
@@ -136,7 +145,7 @@ absl::StatusOr<SessionManager::Opened> SessionManagerImpl::OpenNew(const Session
   options.max_tile_runs = options_.max_tile_runs_per_session;
   options.now = options_.now;
   options.on_drained = [this, name = spec.name] { OnDrained(name); };
-  auto session = SessionImpl::Create(std::move(options), device_, &store_);
+  auto session = SessionImpl::Create(std::move(options), device_, &store_, staging_.get());
   if (!session.ok()) {
     device_budget_.Give(need_bytes);
     return session.status();
@@ -304,6 +313,13 @@ absl::StatusOr<std::unique_ptr<SessionManager>> SessionManager::Create(
                                    : device->info().total_memory_bytes / 10 * 9;
   }
   if (options.host_budget_bytes == 0) options.host_budget_bytes = physical_bytes / 2;
+  if (options.transfer_staging_bytes == 0) {
+    options.transfer_staging_bytes = std::max(kStagingBytes, 2 * options.max_message_bytes);
+  }
+  if (options.transfer_staging_threads == 0) {
+    options.transfer_staging_threads = static_cast<int>(
+        std::clamp<unsigned>(std::thread::hardware_concurrency(), 1, kMaxStagingThreads));
+  }
   if (!options.now) options.now = [] { return absl::Now(); };
   const auto positive = [](absl::string_view flag, int64_t value) -> absl::Status {
     if (value > 0) return absl::OkStatus();
@@ -316,7 +332,20 @@ absl::StatusOr<std::unique_ptr<SessionManager>> SessionManager::Create(
       positive("max_queued_calls_per_session", options.max_queued_calls_per_session));
   SLUICE_RETURN_IF_ERROR(positive("max_tile_runs_per_session", options.max_tile_runs_per_session));
   SLUICE_RETURN_IF_ERROR(positive("max_message_bytes", options.max_message_bytes));
-  return std::make_unique<SessionManagerImpl>(options, device);
+  SLUICE_RETURN_IF_ERROR(positive("transfer_staging_threads", options.transfer_staging_threads));
+  if (options.transfer_staging_bytes < options.max_message_bytes) {
+    return InvalidField(
+        "transfer_staging_bytes", options.transfer_staging_bytes,
+        absl::StrCat("max_message_bytes (", options.max_message_bytes, ") or more"));
+  }
+  std::unique_ptr<TransferStaging> staging;
+  if (!device->info().reads_any_host_memory) {
+    SLUICE_ASSIGN_OR_RETURN(
+        staging, TransferStaging::Create({.capacity_bytes = options.transfer_staging_bytes,
+                                          .num_threads = options.transfer_staging_threads},
+                                         device));
+  }
+  return std::make_unique<SessionManagerImpl>(options, device, std::move(staging));
 }
 
 }  // namespace sluice

@@ -41,15 +41,16 @@ TEST(Flags, HelpAndVersion) {
 }
 
 TEST(Flags, EveryWayOfWritingThem) {
-  const CommandLine line =
-      Parse({"--listen_address", "0.0.0.0:0", "--insecure", "-num_threads=3", "--max_sessions=2",
-             "--hbm_budget_bytes=1000000", "--log_format=json", "--log_level", "debug",
-             "--port_file=/tmp/port", "--shutdown_grace_ms=5"});
+  const CommandLine line = Parse(
+      {"--listen_address", "0.0.0.0:0", "--insecure", "-num_threads=3", "--max_sessions=2",
+       "--hbm_budget_bytes=1000000", "--log_format=json", "--log_level", "debug",
+       "--port_file=/tmp/port", "--shutdown_grace_ms=5", "--transfer_staging_bytes=100000000"});
   ASSERT_FALSE(line.exit_code.has_value()) << line.output;
   EXPECT_EQ(line.options.listen.listen_address, "0.0.0.0:0");
   EXPECT_EQ(line.options.cpu.num_threads, 3);
   EXPECT_EQ(line.options.limits.max_sessions, 2);
   EXPECT_EQ(line.options.memory.hbm_budget_bytes, 1'000'000);
+  EXPECT_EQ(line.options.memory.transfer_staging_bytes, 100'000'000);
   EXPECT_EQ(line.options.log.log_format, LogFormat::kJson);
   EXPECT_EQ(line.options.log.log_level, LogLevel::kDebug);
   EXPECT_EQ(line.options.listen.port_file, "/tmp/port");
@@ -76,7 +77,9 @@ TEST(Flags, WrongOnesSayWhatIsWrong) {
            {{"--max_message_bytes=1000000", "--max_inflight_bytes=999999"}, "--max_message_bytes"},
            {{"--max_inflight_bytes=1000000", "--hbm_budget_bytes=-1"}, "0 or more"},
            {{"--hbm_budget_bytes=0", "--host_budget_bytes=-1"}, "0 or more"},
-           {{"--host_budget_bytes=0", "--num_threads=-1"}, "0 or more"},
+           {{"--host_budget_bytes=0", "--transfer_staging_bytes=999999"}, "--max_message_bytes"},
+           {{"--transfer_staging_bytes=-1"}, "--max_message_bytes"},
+           {{"--transfer_staging_bytes=0", "--num_threads=-1"}, "0 or more"},
            {{"--num_threads=0", "--shutdown_grace_ms=-1"}, "0 or more"},
            {{"--shutdown_grace_ms=1", "--log_level=loud"}, "loud"},
            {{"--log_level=info", "--log_format=xml"}, "xml"},
