@@ -5,6 +5,8 @@
 //   StreamGate gate(*device.streams()[1]);    // nothing enqueued on the ingest stream from here on
 //   runs ... gate.Open();                              // ... before this
 //
+// `strict`: with the memory of a GPU; see strict_device.h.
+//
 // Threads: streams() is for the test's own thread; the rest as Device. A closed gate holds one
 // worker of the device.
 
@@ -15,18 +17,23 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/cpu/cpu_device.h"
 #include "kernels/device/device.h"
+#include "tests/base/strict_device.h"
 
 namespace sluice {
 
 class TestDevice final : public Device {
  public:
-  explicit TestDevice(int num_threads) : device_(*CreateCpuDevice({.num_threads = num_threads})) {}
+  explicit TestDevice(int num_threads, bool strict = false)
+      : device_(*CreateCpuDevice({.num_threads = num_threads})) {
+    if (strict) device_ = CreateStrictDevice(std::move(device_));
+  }
 
   // All streams ever created, in order.
   const std::vector<Stream*>& streams() const { return streams_; }

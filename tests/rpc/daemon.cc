@@ -1,10 +1,13 @@
 #include "tests/rpc/daemon.h"
 
+#include <cstdlib>
 #include <set>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "google/rpc/error_details.pb.h"
 #include "kernels/cpu/cpu_device.h"
+#include "tests/base/strict_device.h"
 
 namespace sluice {
 namespace {
@@ -44,6 +47,9 @@ v1::SessionSpec SmallSpec(const std::string& name) {
 
 Daemon::Daemon(DaemonOptions options) {
   device_ = *CreateCpuDevice({.num_threads = options.num_threads});
+  if (std::getenv("SLUICE_TEST_STRICT_DEVICE") != nullptr) {
+    device_ = CreateStrictDevice(std::move(device_));
+  }
   manager_ = *SessionManager::Create(options.sessions, device_.get());
   options.rpc.device.kind = device_->info().kind;
   auto server = RpcServer::Start(options.rpc, manager_.get());

@@ -1,4 +1,7 @@
 // A manager over the CPU device, calls that can be waited for, and float64 references.
+//
+// With SLUICE_TEST_STRICT_DEVICE in the environment the device is strict about memory, as a GPU is
+// (tests/base/strict_device.h).
 
 #ifndef TESTS_SESSION_SESSION_FIXTURE_H_
 #define TESTS_SESSION_SESSION_FIXTURE_H_
@@ -6,6 +9,7 @@
 #include <atomic>
 #include <cmath>
 #include <condition_variable>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <memory>
@@ -99,7 +103,7 @@ class SessionFixture : public ::testing::Test {
  protected:
   void SetUp() override {
     // Two workers for the work, two for gates to hold.
-    device_ = std::make_unique<TestDevice>(4);
+    device_ = std::make_unique<TestDevice>(4, std::getenv("SLUICE_TEST_STRICT_DEVICE") != nullptr);
     MakeManager({});
   }
   void TearDown() override {
