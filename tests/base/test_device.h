@@ -1,4 +1,5 @@
-// A device for tests: the CPU device, with its streams in reach and memory that can be refused.
+// A device for tests: the CPU device (in a program of its own another), with its streams in reach
+// and memory that can be refused.
 //
 //   TestDevice device(4);
 //   auto session = ...;                       // creates its streams: attention, ingest, fetch
@@ -28,11 +29,19 @@
 
 namespace sluice {
 
+// Set before main() by a program that tests another device than the CPU's; `num_threads` is how
+// many gates may be closed at once, and one.
+using TestDeviceFactory = std::unique_ptr<Device> (*)(int num_threads);
+inline TestDeviceFactory test_device_factory = nullptr;
+
 class TestDevice final : public Device {
  public:
   explicit TestDevice(int num_threads, bool strict = false)
-      : device_(*CreateCpuDevice({.num_threads = num_threads})) {
-    if (strict) device_ = CreateStrictDevice(std::move(device_));
+      : device_(test_device_factory != nullptr ? test_device_factory(num_threads)
+                                               : *CreateCpuDevice({.num_threads = num_threads})) {
+    if (strict && device_->info().reads_any_host_memory) {
+      device_ = CreateStrictDevice(std::move(device_));
+    }
   }
 
   // All streams ever created, in order.
