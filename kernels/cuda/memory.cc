@@ -30,6 +30,13 @@ absl::Status NoMemory(const char* kind, int64_t bytes) {
   return absl::ResourceExhaustedError(absl::StrCat("no ", kind, " for ", bytes, " bytes"));
 }
 
+cudaError_t Pin(void* data, int64_t bytes) {
+  const cudaError_t error =
+      cudaHostRegister(data, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
+  // What the kernel's refusal to pin comes as.
+  return error == cudaErrorOperatingSystem ? cudaErrorMemoryAllocation : error;
+}
+
 // Address space with committed granules.
 struct Range {
   MemoryKind kind = MemoryKind::kDevice;
@@ -63,7 +70,9 @@ class Memory {
     }
     slabs_.clear();
     while (!ranges_.empty()) FreeRange(ranges_.begin());
-    for (const CUmemGenericAllocationHandle handle : spare_handles_) driver().release(handle);
+    for (const CUmemGenericAllocationHandle handle : spare_handles_) {
+      SLUICE_CUDA_CHECK(driver().release(handle));
+    }
     spare_handles_.clear();
     num_handles_ = 0;
   }
@@ -105,6 +114,7 @@ class Memory {
 
   void Release(std::byte* data, int64_t bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
+    if (Failed()) return;  // as in FreeRange
     const auto piece = pieces_.find(data);
     if (piece == pieces_.end()) {
       FreeRange(ranges_.find(data));
@@ -143,6 +153,7 @@ class Memory {
     std::byte* data = nullptr;
     if (kind == MemoryKind::kDevice) {
       CUdeviceptr address = 0;
+      if (Failed()) return Failure().status();
       if (driver().address_reserve(&address, range->bytes, unit, 0, 0) != CUDA_SUCCESS) {
         return NoMemory("device address space", bytes);
       }
@@ -191,21 +202,21 @@ class Memory {
               absl::StrCat("the GPU's budget of ", budget_bytes_, " bytes is spent"));
         }
         absl::Status status =
-            ToStatus(driver().create(&handle, granule_bytes_, &property_, 0), "cuMemCreate");
+            SLUICE_CUDA_TRY(driver().create(&handle, granule_bytes_, &property_, 0));
         if (!status.ok()) return status;
         ++num_handles_;
         spare_handles_.push_back(handle);
       }
       const auto address = reinterpret_cast<CUdeviceptr>(data + granule * granule_bytes_);
       absl::Status status =
-          ToStatus(driver().map(address, granule_bytes_, 0, spare_handles_.back(), 0), "cuMemMap");
+          SLUICE_CUDA_TRY(driver().map(address, granule_bytes_, 0, spare_handles_.back(), 0));
       if (!status.ok()) return status;
       CUmemAccessDesc access = {};
       access.location = property_.location;
       access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-      status = ToStatus(driver().set_access(address, granule_bytes_, &access, 1), "cuMemSetAccess");
+      status = SLUICE_CUDA_TRY(driver().set_access(address, granule_bytes_, &access, 1));
       if (!status.ok()) {
-        driver().unmap(address, granule_bytes_);
+        SLUICE_CUDA_CHECK(driver().unmap(address, granule_bytes_));
         return status;
       }
       range.handles[granule] = spare_handles_.back();
@@ -218,12 +229,9 @@ class Memory {
   absl::Status PinGranules(std::byte* data, Range& range, int64_t first, int64_t last) {
     std::byte* at = data + first * kHostGranuleBytes;
     const int64_t bytes = (last - first) * kHostGranuleBytes;
-    const cudaError_t error =
-        cudaHostRegister(at, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
-    if (error != cudaSuccess) {
-      (void)cudaGetLastError();
-      return NoMemory("pinned host memory", bytes);
-    }
+    const absl::Status status = SLUICE_CUDA_TRY(Pin(at, bytes));
+    if (absl::IsResourceExhausted(status)) return NoMemory("pinned host memory", bytes);
+    if (!status.ok()) return status;
     range.registered.push_back(at);
     for (int64_t granule = first; granule < last; ++granule) range.committed[granule] = true;
     return absl::OkStatus();
@@ -232,16 +240,19 @@ class Memory {
   void FreeRange(Ranges::iterator it) {
     SLUICE_CHECK(it != ranges_.end());
     Range& range = *it->second;
-    if (range.kind == MemoryKind::kDevice) {
+    if (Failed()) {
+      // Who knows what still writes there.
+    } else if (range.kind == MemoryKind::kDevice) {
       for (size_t granule = 0; granule < range.committed.size(); ++granule) {
         if (!range.committed[granule]) continue;
-        driver().unmap(reinterpret_cast<CUdeviceptr>(it->first + granule * granule_bytes_),
-                       granule_bytes_);
+        SLUICE_CUDA_CHECK(driver().unmap(
+            reinterpret_cast<CUdeviceptr>(it->first + granule * granule_bytes_), granule_bytes_));
         spare_handles_.push_back(range.handles[granule]);
       }
-      driver().address_free(reinterpret_cast<CUdeviceptr>(it->first), range.bytes);
+      SLUICE_CUDA_CHECK(
+          driver().address_free(reinterpret_cast<CUdeviceptr>(it->first), range.bytes));
     } else {
-      for (std::byte* start : range.registered) cudaHostUnregister(start);
+      for (std::byte* start : range.registered) SLUICE_CUDA_CHECK(cudaHostUnregister(start));
       munmap(it->first, range.bytes);
     }
     ranges_.erase(it);
