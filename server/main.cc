@@ -4,8 +4,10 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <fstream>
 #include <memory>
 #include <string>
@@ -20,11 +22,20 @@
 #include "server/base/version.h"
 #include "server/config/flags.h"
 #include "server/config/options.h"
+#include "server/planted_faults.h"
 #include "server/rpc/rpc_server.h"
 #include "server/session/session_manager.h"
 
 namespace sluice {
 namespace {
+
+// Of a daemon whose device has failed: an internal error, as sysexits.h counts.
+constexpr int kDeviceFailedExit = 70;
+// The process sends it to itself then: who sees a device fail may hold any lock, and the thread
+// that waits for signals holds none.
+constexpr int kDeviceFailedSignal = SIGUSR2;
+// For the replies that say so, and for watchers of health.
+constexpr absl::Duration kDeviceFailedGrace = absl::Milliseconds(1500);
 
 SessionManagerOptions ManagerOptions(const DaemonOptions& options) {
   SessionManagerOptions to;
@@ -73,10 +84,24 @@ void RaiseFileLimit() {
   }
 }
 
+void OnDeviceFailure(const absl::Status&) { kill(getpid(), kDeviceFailedSignal); }
+
+// Nothing that waits for the device comes to an end by itself any more, so nothing is torn down.
+[[noreturn]] void EndWithFailedDevice(const absl::Status& failure, RpcServer* server) {
+  server->ReportNotServing();
+  LogError("the device failed; the daemon ends and has to be started again",
+           {{"failure", failure.message()},
+            {"grace_ms", absl::ToInt64Milliseconds(kDeviceFailedGrace)},
+            {"exit_code", kDeviceFailedExit}});
+  absl::SleepFor(kDeviceFailedGrace);
+  std::_Exit(kDeviceFailedExit);
+}
+
 absl::Status Serve(const DaemonOptions& options, const sigset_t& end_signals) {
   RaiseFileLimit();
-  SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device,
+  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<Device> plain_device,
                           CreateCpuDevice({.num_threads = options.cpu.num_threads}));
+  const std::unique_ptr<Device> device = PlantFaults(std::move(plain_device), OnDeviceFailure);
   SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<SessionManager> manager,
                           SessionManager::Create(ManagerOptions(options), device.get()));
   SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<RpcServer> server,
@@ -91,11 +116,15 @@ absl::Status Serve(const DaemonOptions& options, const sigset_t& end_signals) {
                       {"hbm_budget_bytes", manager->options().hbm_budget_bytes},
                       {"host_budget_bytes", manager->options().host_budget_bytes}});
   int signal = 0;
-  sigwait(&end_signals, &signal);
+  do {
+    sigwait(&end_signals, &signal);
+    if (!device->status().ok()) EndWithFailedDevice(device->status(), server.get());
+  } while (signal == kDeviceFailedSignal);
   LogInfo("shutting down",
           {{"signal", signal}, {"grace_ms", absl::ToInt64Milliseconds(options.shutdown_grace)}});
   server->Shutdown(options.shutdown_grace);
   manager->Shutdown();
+  if (!device->status().ok()) EndWithFailedDevice(device->status(), server.get());
   LogInfo("bye");
   return absl::OkStatus();
 }
@@ -113,6 +142,7 @@ int Main(int argc, char** argv) {
   sigemptyset(&end_signals);
   sigaddset(&end_signals, SIGTERM);
   sigaddset(&end_signals, SIGINT);
+  sigaddset(&end_signals, kDeviceFailedSignal);
   pthread_sigmask(SIG_BLOCK, &end_signals, nullptr);
   signal(SIGPIPE, SIG_IGN);
   const absl::Status status = Serve(line.options, end_signals);

@@ -14,12 +14,6 @@
 #include "server/session/session_impl.h"
 
 namespace sluice {
-namespace {
-
-// Told to the queue alone: an offload fills a block that this step writes.
-absl::Status WaitForOffload() { return absl::UnavailableError(""); }
-
-}  // namespace
 
 struct DecodeCall::Work {
   std::vector<AttendSequence> attend;
@@ -49,6 +43,7 @@ class DecodeStepBuilder {
  private:
   absl::Status CheckSequence(const DecodeSequence& sequence) const;
   absl::Status CheckWriters() const;
+  int64_t ArrayBytes() const;
   uint32_t BlockAt(const DecodeSequence& sequence, int64_t index, bool* known) const;
   absl::Status PlanSequence(const DecodeSequence& sequence, int64_t first_row);
   absl::Status CheckTokens(const SequenceState& state, const DecodeSequence& sequence) const;
@@ -174,6 +169,17 @@ absl::Status DecodeStepBuilder::CheckWriters() const {
   return absl::OkStatus();
 }
 
+// What the step's operations read beside tensors, at most: q, lists of copies, tables, units.
+int64_t DecodeStepBuilder::ArrayBytes() const {
+  int64_t bytes = call_.q.bytes;
+  for (const DecodeSequence& sequence : call_.sequences) {
+    const int64_t num_written = sequence.query_tokens / session_.spec_.block_tokens + 2;
+    bytes += session_.AttendArrayBytes(sequence.context_tokens, sequence.query_tokens) +
+             num_written * static_cast<int64_t>(sizeof(TokenCopy) + sizeof(ProjectBlock));
+  }
+  return bytes;
+}
+
 absl::Status DecodeStepBuilder::Stage() {
   const SessionSpec& spec = session_.spec_;
   staging_.Begin();
@@ -186,7 +192,7 @@ absl::Status DecodeStepBuilder::Stage() {
   const int64_t lse_bytes = call_.return_lse ? call_.rows * spec.num_query_heads * 4 : 0;
   work_.out_offset = staging_.Add(out_bytes);
   work_.lse_offset = staging_.Add(lse_bytes);
-  SLUICE_RETURN_IF_ERROR(staging_.Commit(*session_.device_));
+  SLUICE_RETURN_IF_ERROR(session_.CommitStaging(staging_, ArrayBytes()));
   std::memcpy(staging_.at(q_offset_), call_.q.data, call_.q.bytes);
   if (writes()) {
     std::memcpy(staging_.at(k_offset_), call_.k.data, call_.k.bytes);

@@ -54,6 +54,7 @@ class SessionManagerImpl final : public SessionManager {
   absl::StatusOr<SessionInfo> Describe(const std::string& name) const override;
   void Close(const std::string& name, uint64_t epoch, bool keep_data, CloseDone done) override;
   std::vector<MemoryPoolUsage> MemoryUsage() const override;
+  absl::Status DeviceStatus() const override { return device_->status(); }
   const SessionManagerOptions& options() const override { return options_; }
   void Sweep() override;
   void Shutdown() override;
@@ -89,7 +90,7 @@ class SessionManagerImpl final : public SessionManager {
 };
 
 absl::Status SessionManagerImpl::CheckRunning() const {
-  if (!shutting_down_) return absl::OkStatus();
+  if (!shutting_down_) return CheckDevice(*device_);
   return Error(absl::StatusCode::kUnavailable, Reason::kShuttingDown, "the daemon is shutting down")
       .Retry(kShutdownRetry);
 }
@@ -105,8 +106,7 @@ absl::StatusOr<SessionManager::Opened> SessionManagerImpl::Open(const SessionSpe
   if (it == sessions_.end()) return OpenNew(spec);
   Entry& entry = it->second;
   if (entry.done) {
-    return SessionClosing(spec.name)
-        .Retry(kClosingRetry);
+    return SessionClosing(spec.name).Retry(kClosingRetry);
   }
   SLUICE_RETURN_IF_ERROR(entry.session->CheckSameSession(spec));
   entry.session->Attach(spec, next_epoch_++);

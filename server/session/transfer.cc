@@ -68,7 +68,8 @@ void SessionImpl::OnTransferComplete(C* call) {
   std::function<void()> drained;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if constexpr (std::is_same_v<C, OffloadCall>) CommitOffload(*call);
+    call->status_ = CheckDevice(*device_);
+    if constexpr (std::is_same_v<C, OffloadCall>) EndOffload(*call);
     // Before Done, which may hand in the next one.
     --num_transfers_;
     last_heard_ = now_();
@@ -177,6 +178,9 @@ absl::Status SessionImpl::StartOffload(OffloadCall& call) {
     work.targets[i].lent = entry.slot != nullptr && !entry.stored();
     num_fresh += work.targets[i].lent ? 0 : 1;
   }
+  SLUICE_RETURN_IF_ERROR(MakeRoom(
+      *ingest_stream_,
+      std::ssize(call.blocks) * static_cast<int64_t>(sizeof(TokenCopy) + sizeof(ProjectBlock))));
   work.fresh_slots.resize(num_fresh);
   SLUICE_RETURN_IF_ERROR(blocks_->TakeSlots(absl::MakeSpan(work.fresh_slots)));
   if (absl::Status status = TakeRows(call); !status.ok()) {
@@ -223,6 +227,14 @@ absl::Status SessionImpl::StartOffload(OffloadCall& call) {
   return absl::OkStatus();
 }
 
+void SessionImpl::EndOffload(OffloadCall& call) {
+  if (call.status_.ok()) {
+    CommitOffload(call);
+  } else {
+    AbandonOffload(call);
+  }
+}
+
 void SessionImpl::CommitOffload(OffloadCall& call) {
   const OffloadCall::Work& work = *call.work_;
   for (size_t i = 0; i < call.blocks.size(); ++i) {
@@ -237,6 +249,21 @@ void SessionImpl::CommitOffload(OffloadCall& call) {
   }
   call.result.stored_blocks = std::ssize(call.blocks);
   call.result.stored_bytes = std::ssize(call.blocks) * blocks_->stride_bytes();
+}
+
+// Nothing of the batch was ever seen.
+void SessionImpl::AbandonOffload(OffloadCall& call) {
+  const OffloadCall::Work& work = *call.work_;
+  for (size_t i = 0; i < call.blocks.size(); ++i) {
+    const OffloadCall::Work::Target& target = work.targets[i];
+    BlockEntry& entry = blocks_->at(call.blocks[i].layer, call.blocks[i].block_id);
+    if (target.lent) entry.num_fillers = 0;
+    if (target.lent && entry.slot == nullptr && blocks_->num_tables(call.blocks[i].block_id) > 0) {
+      blocks_->Reserve(entry, target.slot, target.row);
+    } else {
+      blocks_->Retire(target.slot, target.row);
+    }
+  }
 }
 
 void SessionImpl::Fetch(FetchCall* call) {
@@ -268,6 +295,8 @@ absl::Status SessionImpl::StartFetch(FetchCall& call) {
                            static_cast<int32_t>(spec_.block_tokens - entry.valid_tokens)});
     call.info.push_back(InfoOf(call.layer, block_id));
   }
+  SLUICE_RETURN_IF_ERROR(
+      MakeRoom(*fetch_stream_, std::ssize(work.copies) * static_cast<int64_t>(sizeof(TokenCopy))));
   ++num_transfers_;
   if (last_write > attention_stream_->completed()) {
     fetch_stream_->WaitFor(*attention_stream_, last_write);

@@ -1,4 +1,5 @@
-// A device for tests: the CPU device, with its streams in reach and memory that can be refused.
+// A device for tests: another one, the CPU's say, with its streams in reach, memory that can be
+// refused, and failures that can be played.
 //
 //   TestDevice device(4);
 //   auto session = ...;                       // creates its streams: attention, ingest, fetch
@@ -15,18 +16,22 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/cpu/cpu_device.h"
 #include "kernels/device/device.h"
+#include "kernels/device/failure.h"
 
 namespace sluice {
 
 class TestDevice final : public Device {
  public:
-  explicit TestDevice(int num_threads) : device_(*CreateCpuDevice({.num_threads = num_threads})) {}
+  explicit TestDevice(int num_threads)
+      : TestDevice(*CreateCpuDevice({.num_threads = num_threads})) {}
+  explicit TestDevice(std::unique_ptr<Device> device) : device_(std::move(device)) {}
 
   // All streams ever created, in order.
   const std::vector<Stream*>& streams() const { return streams_; }
@@ -34,12 +39,21 @@ class TestDevice final : public Device {
   std::atomic<int64_t> reserves_left{1 << 30};
   std::atomic<int64_t> commits_left{1 << 30};
 
+  // Plays a device that fails: what is enqueued runs on, and counts for nothing.
+  void Fail(absl::string_view why) { failure_.Set(absl::UnavailableError(why)); }
+  DeviceFailure& failure() { return failure_; }
+
   const DeviceInfo& info() const override { return device_->info(); }
+  absl::Status status() const override {
+    return failure_.set() ? failure_.status() : device_->status();
+  }
   absl::StatusOr<Buffer> Reserve(MemoryKind kind, int64_t bytes) override {
+    if (failure_.set()) return failure_.status();
     if (reserves_left-- <= 0) return absl::ResourceExhaustedError("no address space: injected");
     return device_->Reserve(kind, bytes);
   }
   absl::Status Commit(const Buffer& buffer, int64_t offset_bytes, int64_t bytes) override {
+    if (failure_.set()) return failure_.status();
     if (commits_left-- <= 0) return absl::ResourceExhaustedError("no memory: injected");
     return device_->Commit(buffer, offset_bytes, bytes);
   }
@@ -52,6 +66,7 @@ class TestDevice final : public Device {
 
  private:
   std::unique_ptr<Device> device_;
+  DeviceFailure failure_;
   std::vector<Stream*> streams_;
 };
 

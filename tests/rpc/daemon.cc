@@ -4,7 +4,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "google/rpc/error_details.pb.h"
-#include "kernels/cpu/cpu_device.h"
 
 namespace sluice {
 namespace {
@@ -43,7 +42,7 @@ v1::SessionSpec SmallSpec(const std::string& name) {
 }
 
 Daemon::Daemon(DaemonOptions options) {
-  device_ = *CreateCpuDevice({.num_threads = options.num_threads});
+  device_ = std::make_unique<TestDevice>(options.num_threads);
   manager_ = *SessionManager::Create(options.sessions, device_.get());
   options.rpc.device.kind = device_->info().kind;
   auto server = RpcServer::Start(options.rpc, manager_.get());

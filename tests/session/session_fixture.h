@@ -1,4 +1,5 @@
-// A manager over the CPU device, calls that can be waited for, and float64 references.
+// A manager over the device that the program links (device_under_test.h), calls that can be waited
+// for, and float64 references.
 
 #ifndef TESTS_SESSION_SESSION_FIXTURE_H_
 #define TESTS_SESSION_SESSION_FIXTURE_H_
@@ -20,35 +21,11 @@
 #include "server/base/error.h"
 #include "server/session/session.h"
 #include "server/session/session_manager.h"
+#include "tests/base/device_under_test.h"
 #include "tests/base/test_device.h"
+#include "tests/session/waitable.h"
 
 namespace sluice {
-
-// A call of type C that a test can wait for.
-template <typename C>
-class Waitable : public C {
- public:
-  void Done() override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    done_ = true;
-    wake_.notify_all();
-  }
-  const absl::Status& Wait() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    wake_.wait(lock, [this] { return done_; });
-    done_ = false;
-    return this->status();
-  }
-  bool IsDoneWithin(absl::Duration timeout) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    return wake_.wait_for(lock, absl::ToChronoMilliseconds(timeout), [this] { return done_; });
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  bool done_ = false;
-};
 
 using Bits = std::vector<uint16_t>;  // BF16
 
@@ -99,7 +76,7 @@ class SessionFixture : public ::testing::Test {
  protected:
   void SetUp() override {
     // Two workers for the work, two for gates to hold.
-    device_ = std::make_unique<TestDevice>(4);
+    device_ = std::make_unique<TestDevice>(CreateDeviceUnderTest(4));
     MakeManager({});
   }
   void TearDown() override {
