@@ -14,8 +14,12 @@
 #include <utility>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "kernels/cpu/cpu_device.h"
+#include "kernels/cuda/cuda_device.h"
 #include "kernels/device/device.h"
 #include "server/base/logging.h"
 #include "server/base/status_macros.h"
@@ -40,6 +44,7 @@ constexpr absl::Duration kDeviceFailedGrace = absl::Milliseconds(1500);
 SessionManagerOptions ManagerOptions(const DaemonOptions& options) {
   SessionManagerOptions to;
   to.hbm_budget_bytes = options.memory.hbm_budget_bytes;
+  to.hbm_block_budget_bytes = options.memory.hbm_block_budget_bytes;
   to.host_budget_bytes = options.memory.host_budget_bytes;
   to.max_sessions = options.limits.max_sessions;
   to.max_queued_calls_per_session = options.limits.max_queued_calls_per_session;
@@ -97,13 +102,30 @@ void OnDeviceFailure(const absl::Status&) { kill(getpid(), kDeviceFailedSignal);
   std::_Exit(kDeviceFailedExit);
 }
 
+absl::StatusOr<std::unique_ptr<Device>> CreateDevice(const DaemonOptions& options) {
+  if (options.device.device != DeviceChoice::kCpu) {
+    CudaDeviceOptions cuda;
+    cuda.hbm_budget_bytes = options.memory.hbm_budget_bytes;
+    cuda.on_fatal = OnDeviceFailure;
+    auto device = CreateCudaDevice(cuda);
+    if (device.ok() || options.device.device == DeviceChoice::kCuda ||
+        !absl::IsUnavailable(device.status())) {
+      return device;
+    }
+    LogInfo("no GPU is used", {{"why", device.status().message()}});
+  }
+  return CreateCpuDevice({.num_threads = options.device.num_threads});
+}
+
 absl::Status Serve(const DaemonOptions& options, const sigset_t& end_signals) {
+  const absl::Time start = absl::Now();
   RaiseFileLimit();
-  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<Device> plain_device,
-                          CreateCpuDevice({.num_threads = options.cpu.num_threads}));
+  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<Device> plain_device, CreateDevice(options));
   const std::unique_ptr<Device> device = PlantFaults(std::move(plain_device), OnDeviceFailure);
+  const absl::Time device_ready = absl::Now();
   SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<SessionManager> manager,
                           SessionManager::Create(ManagerOptions(options), device.get()));
+  const absl::Time memory_ready = absl::Now();
   SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<RpcServer> server,
                           RpcServer::Start(ServerOptions(options, device->info()), manager.get()));
   SLUICE_RETURN_IF_ERROR(WritePortFile(options.listen.port_file, server->port()));
@@ -114,7 +136,11 @@ absl::Status Serve(const DaemonOptions& options, const sigset_t& end_signals) {
                       {"device", device->info().kind},
                       {"device_name", device->info().name},
                       {"hbm_budget_bytes", manager->options().hbm_budget_bytes},
-                      {"host_budget_bytes", manager->options().host_budget_bytes}});
+                      {"hbm_block_budget_bytes", manager->options().hbm_block_budget_bytes},
+                      {"host_budget_bytes", manager->options().host_budget_bytes},
+                      {"start_ms", absl::ToInt64Milliseconds(absl::Now() - start)},
+                      {"device_ms", absl::ToInt64Milliseconds(device_ready - start)},
+                      {"memory_ms", absl::ToInt64Milliseconds(memory_ready - device_ready)}});
   int signal = 0;
   do {
     sigwait(&end_signals, &signal);

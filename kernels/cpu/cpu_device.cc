@@ -2,7 +2,6 @@
 
 #include <sched.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <fstream>
@@ -13,6 +12,7 @@
 #include "kernels/cpu/cpu_ops.h"
 #include "kernels/cpu/instruction_set.h"
 #include "kernels/cpu/pool.h"
+#include "kernels/device/machine_memory.h"
 
 namespace sluice {
 namespace {
@@ -48,8 +48,8 @@ class CpuDevice final : public Device {
     info_.name =
         absl::StrCat(CpuName(), " (", info_.instruction_set, "), ", num_threads, " threads");
     info_.num_workers = num_threads;
-    info_.total_memory_bytes =
-        static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGE_SIZE);
+    info_.total_memory_bytes = MachineMemoryBytes();
+    info_.free_memory_bytes = info_.total_memory_bytes;
   }
 
   const DeviceInfo& info() const override { return info_; }

@@ -3,9 +3,11 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdlib>
+#include <fstream>
 #include <string>
 #include <utility>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/cuda_ops.h"
 #include "kernels/cuda/driver.h"
@@ -16,7 +18,24 @@
 namespace sluice {
 namespace {
 
-constexpr double kDefaultBudgetShare = 0.9;
+// Buffers are made of whole granules, and streams have some of their own: beyond the budget a
+// sixteenth and this much may be taken.
+constexpr int64_t kRoundingShareDivisor = 16;
+constexpr int64_t kRoundingBytes = 128 << 20;
+
+// The NUMA node that the first GPU is attached to; -1 where the machine does not tell.
+int NumaNode() {
+  char bus_id[32] = {};
+  if (cudaDeviceGetPCIBusId(bus_id, sizeof(bus_id), 0) != cudaSuccess) {
+    (void)cudaGetLastError();
+    return -1;
+  }
+  std::string path = absl::AsciiStrToLower(bus_id);
+  std::ifstream file(absl::StrCat("/sys/bus/pci/devices/", path, "/numa_node"));
+  int node = -1;
+  file >> node;
+  return file.fail() ? -1 : node;
+}
 
 class CudaDevice final : public Device {
  public:
@@ -32,6 +51,7 @@ class CudaDevice final : public Device {
   absl::Status Commit(const Buffer& buffer, int64_t offset_bytes, int64_t bytes) override {
     return cuda::CommitMemory(buffer, offset_bytes, bytes);
   }
+  absl::Status TakeDeviceMemory(int64_t bytes) override { return cuda::TakeDeviceMemory(bytes); }
   std::unique_ptr<Stream> CreateStream(StreamPriority priority) override {
     return std::make_unique<cuda::CudaStream>(priority, &words_, &completions_);
   }
@@ -84,10 +104,11 @@ absl::StatusOr<std::unique_ptr<Device>> CreateCudaDevice(const CudaDeviceOptions
   }
   if (status.ok()) status = cuda::LoadDriver();
   if (status.ok()) {
-    status = cuda::StartMemory(
-        options.hbm_budget_bytes > 0
-            ? options.hbm_budget_bytes
-            : static_cast<int64_t>(kDefaultBudgetShare * static_cast<double>(free_bytes)));
+    const int64_t budget_bytes = options.hbm_budget_bytes > 0
+                                     ? options.hbm_budget_bytes
+                                     : static_cast<int64_t>(free_bytes) / 10 * 9;
+    status = cuda::StartMemory(budget_bytes + budget_bytes / kRoundingShareDivisor + kRoundingBytes,
+                               NumaNode());
   }
   if (!status.ok()) return status;
   cuda::ListenForFailure(options.on_fatal);
@@ -98,6 +119,8 @@ absl::StatusOr<std::unique_ptr<Device>> CreateCudaDevice(const CudaDeviceOptions
                            properties.multiProcessorCount, " multiprocessors");
   info.num_workers = properties.multiProcessorCount;
   info.total_memory_bytes = static_cast<int64_t>(total_bytes);
+  info.free_memory_bytes = static_cast<int64_t>(free_bytes);
+  info.has_hbm = true;
   return std::unique_ptr<Device>(
       std::make_unique<CudaDevice>(std::move(info), options.num_completion_threads));
 }

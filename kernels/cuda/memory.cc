@@ -1,11 +1,16 @@
 #include "kernels/cuda/memory.h"
 
+#include <linux/mempolicy.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -20,6 +25,13 @@ namespace {
 constexpr int64_t kPageBytes = 4096;
 constexpr int64_t kHostGranuleBytes = 64 << 10;
 constexpr int64_t kSlabBytes = 32 << 20;
+// Device memory committed in runs of at least this many bytes has a handle of its own: to make and
+// map one takes as long as one of 2 MiB.
+constexpr int64_t kLargeRunBytes = int64_t{1} << 30;
+// Host memory committed in runs of at least this many bytes is faulted in by several threads.
+constexpr int64_t kTouchedRunBytes = int64_t{64} << 20;
+constexpr int kTouchThreads = 8;
+constexpr int64_t kHugePageBytes = 2 << 20;
 constexpr int kMinClassLog2 = 12;
 constexpr int kMaxClassLog2 = 22;  // larger ones have address space of their own
 constexpr int kNumClasses = kMaxClassLog2 - kMinClassLog2 + 1;
@@ -42,14 +54,21 @@ struct Range {
   MemoryKind kind = MemoryKind::kDevice;
   int64_t bytes = 0;
   std::vector<bool> committed;                        // by granule
-  std::vector<CUmemGenericAllocationHandle> handles;  // device: by granule
-  std::vector<std::byte*> registered;                 // host: starts of what was pinned
+  std::vector<CUmemGenericAllocationHandle> handles;  // device: by granule; 0: of a large run
+  struct LargeRun {
+    int64_t first;  // granules
+    int64_t count;
+    CUmemGenericAllocationHandle handle;
+  };
+  std::vector<LargeRun> large_runs;
+  std::vector<std::byte*> registered;  // host: starts of what was pinned
 };
 
 class Memory {
  public:
-  absl::Status Start(int64_t hbm_budget_bytes) {
+  absl::Status Start(int64_t hbm_budget_bytes, int numa_node) {
     std::lock_guard<std::mutex> lock(mutex_);
+    numa_node_ = numa_node;
     property_ = {};
     property_.type = CU_MEM_ALLOCATION_TYPE_PINNED;
     property_.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
@@ -69,12 +88,24 @@ class Memory {
       for (auto& pool : pools) pool.clear();
     }
     slabs_.clear();
-    while (!ranges_.empty()) FreeRange(ranges_.begin());
+    while (!ranges_.empty()) EndRange(Unlink(ranges_.begin()));
+    kept_host_.clear();
     for (const CUmemGenericAllocationHandle handle : spare_handles_) {
       SLUICE_CUDA_CHECK(driver().release(handle));
     }
     spare_handles_.clear();
-    num_handles_ = 0;
+    num_granules_ = 0;
+  }
+
+  absl::Status TakeDevice(int64_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    while (std::ssize(spare_handles_) * granule_bytes_ < bytes) {
+      CUmemGenericAllocationHandle handle = 0;
+      absl::Status status = Create(1, &handle);
+      if (!status.ok()) return status;
+      spare_handles_.push_back(handle);
+    }
+    return absl::OkStatus();
   }
 
   absl::StatusOr<std::byte*> Reserve(MemoryKind kind, int64_t bytes, int64_t* reserved_bytes) {
@@ -90,7 +121,7 @@ class Memory {
       if (!slab.ok()) return slab;
       absl::Status committed = CommitRange(ranges_.find(*slab), 0, slab_bytes);
       if (!committed.ok()) {
-        FreeRange(ranges_.find(*slab));
+        EndRange(Unlink(ranges_.find(*slab)));
         return committed;
       }
       slabs_.push_back(*slab);
@@ -113,11 +144,23 @@ class Memory {
   }
 
   void Release(std::byte* data, int64_t bytes) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (Failed()) return;  // as in FreeRange
+    std::unique_lock<std::mutex> lock(mutex_);
+    // Who knows what still writes there.
+    if (Failed()) return;
     const auto piece = pieces_.find(data);
     if (piece == pieces_.end()) {
-      FreeRange(ranges_.find(data));
+      const auto range = ranges_.find(data);
+      SLUICE_CHECK(range != ranges_.end());
+      if (range->second->kind == MemoryKind::kHost) {
+        // Unpinning waits for the GPU, which may wait for a host task, which may wait for us.
+        kept_host_.emplace(range->second->bytes, data);
+        return;
+      }
+      Unlinked unlinked = Unlink(range);
+      lock.unlock();
+      Unmap(unlinked);
+      lock.lock();
+      TakeBack(unlinked);
       return;
     }
     int log2 = kMinClassLog2;
@@ -126,8 +169,9 @@ class Memory {
     pieces_.erase(piece);
   }
 
+  // Asked for each operation; never waits for a call of CUDA's.
   bool InRange(const void* data, int64_t bytes, bool whole) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard<std::mutex> lock(index_mutex_);
     auto* at = static_cast<std::byte*>(const_cast<void*>(data));
     auto it = ranges_.upper_bound(at);
     if (it == ranges_.begin()) return false;
@@ -139,6 +183,7 @@ class Memory {
 
  private:
   using Ranges = std::map<std::byte*, std::unique_ptr<Range>>;
+  using Unlinked = Ranges::node_type;
 
   int64_t GranuleBytes(MemoryKind kind) const {
     return kind == MemoryKind::kDevice ? granule_bytes_ : kHostGranuleBytes;
@@ -151,6 +196,16 @@ class Memory {
     range->kind = kind;
     range->bytes = RoundUp(bytes, unit);
     std::byte* data = nullptr;
+    if (kind == MemoryKind::kHost) {
+      // The smallest that was given back and is not far too large.
+      const auto kept = kept_host_.lower_bound(range->bytes);
+      if (kept != kept_host_.end() && kept->first <= 2 * range->bytes) {
+        data = kept->second;
+        kept_host_.erase(kept);
+        *reserved_bytes = range->bytes;
+        return data;
+      }
+    }
     if (kind == MemoryKind::kDevice) {
       CUdeviceptr address = 0;
       if (Failed()) return Failure().status();
@@ -162,12 +217,14 @@ class Memory {
       void* mapped = mmap(nullptr, range->bytes, PROT_READ | PROT_WRITE,
                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
       if (mapped == MAP_FAILED) return NoMemory("address space", bytes);
+      PlaceNearDevice(mapped, range->bytes);
       data = static_cast<std::byte*>(mapped);
     }
     // One bit a granule, also for what is never committed: a 64 GiB range takes 4 KiB of them.
     range->committed.resize(range->bytes / unit);
     if (kind == MemoryKind::kDevice) range->handles.resize(range->bytes / unit);
     *reserved_bytes = range->bytes;
+    std::lock_guard<std::mutex> lock(index_mutex_);
     ranges_.emplace(data, std::move(range));
     return data;
   }
@@ -193,32 +250,62 @@ class Memory {
     return absl::OkStatus();
   }
 
+  // A preference: where the machine has one node, or forbids to choose, nothing is lost but speed.
+  void PlaceNearDevice(void* data, int64_t bytes) const {
+    constexpr int kMaxNodes = 64;
+    if (numa_node_ < 0 || numa_node_ >= kMaxNodes) return;
+    const uint64_t nodes = uint64_t{1} << numa_node_;
+    (void)syscall(SYS_mbind, data, bytes, MPOL_PREFERRED, &nodes, kMaxNodes + 1, 0);
+  }
+
+  absl::Status Create(int64_t num_granules, CUmemGenericAllocationHandle* handle) {
+    if ((num_granules_ + num_granules) * granule_bytes_ > budget_bytes_) {
+      return absl::ResourceExhaustedError(
+          absl::StrCat("the GPU's budget of ", budget_bytes_, " bytes is spent"));
+    }
+    absl::Status status =
+        SLUICE_CUDA_TRY(driver().create(handle, num_granules * granule_bytes_, &property_, 0));
+    if (status.ok()) num_granules_ += num_granules;
+    return status;
+  }
+
+  absl::Status Map(std::byte* at, int64_t bytes, CUmemGenericAllocationHandle handle) {
+    const auto address = reinterpret_cast<CUdeviceptr>(at);
+    absl::Status status = SLUICE_CUDA_TRY(driver().map(address, bytes, 0, handle, 0));
+    if (!status.ok()) return status;
+    CUmemAccessDesc access = {};
+    access.location = property_.location;
+    access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    status = SLUICE_CUDA_TRY(driver().set_access(address, bytes, &access, 1));
+    if (!status.ok()) SLUICE_CUDA_CHECK(driver().unmap(address, bytes));
+    return status;
+  }
+
   absl::Status MapGranules(std::byte* data, Range& range, int64_t first, int64_t last) {
+    const int64_t large = kLargeRunBytes / granule_bytes_;
+    for (; last - first >= large; first += large) {
+      CUmemGenericAllocationHandle handle = 0;
+      absl::Status status = Create(large, &handle);
+      if (!status.ok()) return status;
+      status = Map(data + first * granule_bytes_, large * granule_bytes_, handle);
+      if (!status.ok()) {
+        SLUICE_CUDA_CHECK(driver().release(handle));
+        num_granules_ -= large;
+        return status;
+      }
+      range.large_runs.push_back({first, large, handle});
+      std::fill_n(range.committed.begin() + first, large, true);
+    }
     for (int64_t granule = first; granule < last; ++granule) {
       if (spare_handles_.empty()) {
         CUmemGenericAllocationHandle handle = 0;
-        if ((num_handles_ + 1) * granule_bytes_ > budget_bytes_) {
-          return absl::ResourceExhaustedError(
-              absl::StrCat("the GPU's budget of ", budget_bytes_, " bytes is spent"));
-        }
-        absl::Status status =
-            SLUICE_CUDA_TRY(driver().create(&handle, granule_bytes_, &property_, 0));
+        absl::Status status = Create(1, &handle);
         if (!status.ok()) return status;
-        ++num_handles_;
         spare_handles_.push_back(handle);
       }
-      const auto address = reinterpret_cast<CUdeviceptr>(data + granule * granule_bytes_);
       absl::Status status =
-          SLUICE_CUDA_TRY(driver().map(address, granule_bytes_, 0, spare_handles_.back(), 0));
+          Map(data + granule * granule_bytes_, granule_bytes_, spare_handles_.back());
       if (!status.ok()) return status;
-      CUmemAccessDesc access = {};
-      access.location = property_.location;
-      access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-      status = SLUICE_CUDA_TRY(driver().set_access(address, granule_bytes_, &access, 1));
-      if (!status.ok()) {
-        SLUICE_CUDA_CHECK(driver().unmap(address, granule_bytes_));
-        return status;
-      }
       range.handles[granule] = spare_handles_.back();
       spare_handles_.pop_back();
       range.committed[granule] = true;
@@ -226,9 +313,28 @@ class Memory {
     return absl::OkStatus();
   }
 
+  // Pinning faults pages in one by one and from one thread; huge pages and many threads are
+  // quicker.
+  static void Touch(std::byte* data, int64_t bytes) {
+    if (bytes < kTouchedRunBytes) return;
+    (void)madvise(data, bytes, MADV_HUGEPAGE);
+    const int64_t part = RoundUp(bytes / kTouchThreads, kHugePageBytes);
+    std::vector<std::thread> threads;
+    for (int64_t begin = 0; begin < bytes; begin += part) {
+      threads.emplace_back([=] {
+        const int64_t end = std::min(begin + part, bytes);
+        for (int64_t at = begin; at < end; at += kPageBytes) {
+          *reinterpret_cast<volatile std::byte*>(data + at) = std::byte{0};
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+
   absl::Status PinGranules(std::byte* data, Range& range, int64_t first, int64_t last) {
     std::byte* at = data + first * kHostGranuleBytes;
     const int64_t bytes = (last - first) * kHostGranuleBytes;
+    Touch(at, bytes);
     const absl::Status status = SLUICE_CUDA_TRY(Pin(at, bytes));
     if (absl::IsResourceExhausted(status)) return NoMemory("pinned host memory", bytes);
     if (!status.ok()) return status;
@@ -237,34 +343,60 @@ class Memory {
     return absl::OkStatus();
   }
 
-  void FreeRange(Ranges::iterator it) {
+  Unlinked Unlink(Ranges::iterator it) {
     SLUICE_CHECK(it != ranges_.end());
-    Range& range = *it->second;
-    if (Failed()) {
-      // Who knows what still writes there.
-    } else if (range.kind == MemoryKind::kDevice) {
-      for (size_t granule = 0; granule < range.committed.size(); ++granule) {
-        if (!range.committed[granule]) continue;
-        SLUICE_CUDA_CHECK(driver().unmap(
-            reinterpret_cast<CUdeviceptr>(it->first + granule * granule_bytes_), granule_bytes_));
-        spare_handles_.push_back(range.handles[granule]);
-      }
-      SLUICE_CUDA_CHECK(
-          driver().address_free(reinterpret_cast<CUdeviceptr>(it->first), range.bytes));
-    } else {
+    std::lock_guard<std::mutex> lock(index_mutex_);
+    return ranges_.extract(it);
+  }
+
+  // The end of a range in three steps, of which the middle one needs no lock: Unlink, Unmap,
+  // TakeBack. On a failed device it stays where it is.
+  void Unmap(const Unlinked& unlinked) {
+    std::byte* const data = unlinked.key();
+    const Range& range = *unlinked.mapped();
+    if (Failed()) return;
+    if (range.kind == MemoryKind::kHost) {
       for (std::byte* start : range.registered) SLUICE_CUDA_CHECK(cudaHostUnregister(start));
-      munmap(it->first, range.bytes);
+      munmap(data, range.bytes);
+      return;
     }
-    ranges_.erase(it);
+    const auto unmap = [&](int64_t granule, int64_t count) {
+      SLUICE_CUDA_CHECK(driver().unmap(
+          reinterpret_cast<CUdeviceptr>(data + granule * granule_bytes_), count * granule_bytes_));
+    };
+    for (size_t granule = 0; granule < range.handles.size(); ++granule) {
+      if (range.handles[granule] != 0) unmap(static_cast<int64_t>(granule), 1);
+    }
+    for (const Range::LargeRun& run : range.large_runs) {
+      unmap(run.first, run.count);
+      SLUICE_CUDA_CHECK(driver().release(run.handle));
+    }
+    SLUICE_CUDA_CHECK(driver().address_free(reinterpret_cast<CUdeviceptr>(data), range.bytes));
+  }
+  void TakeBack(const Unlinked& unlinked) {
+    const Range& range = *unlinked.mapped();
+    for (const CUmemGenericAllocationHandle handle : range.handles) {
+      if (handle != 0) spare_handles_.push_back(handle);
+    }
+    for (const Range::LargeRun& run : range.large_runs) num_granules_ -= run.count;
+  }
+  // With the lock, where nothing runs.
+  void EndRange(const Unlinked& unlinked) {
+    Unmap(unlinked);
+    TakeBack(unlinked);
   }
 
   std::mutex mutex_;
+  // Of ranges_, beside mutex_ where they change; alone where they are only looked at.
+  std::mutex index_mutex_;
   CUmemAllocationProp property_ = {};
   int64_t granule_bytes_ = 2 << 20;
   int64_t budget_bytes_ = 0;
-  int64_t num_handles_ = 0;
+  int64_t num_granules_ = 0;
+  int numa_node_ = -1;
   std::vector<CUmemGenericAllocationHandle> spare_handles_;
   Ranges ranges_;
+  std::multimap<int64_t, std::byte*> kept_host_;  // ranges given back, by bytes; still pinned
   std::vector<std::byte*> slabs_;
   std::map<std::byte*, MemoryKind> pieces_;  // live pieces of slabs
   std::vector<std::byte*> free_[2][kNumClasses];
@@ -279,8 +411,11 @@ void ReleaseBuffer(std::byte* data, int64_t bytes) { memory().Release(data, byte
 
 }  // namespace
 
-absl::Status StartMemory(int64_t hbm_budget_bytes) { return memory().Start(hbm_budget_bytes); }
+absl::Status StartMemory(int64_t hbm_budget_bytes, int numa_node) {
+  return memory().Start(hbm_budget_bytes, numa_node);
+}
 void StopMemory() { memory().Stop(); }
+absl::Status TakeDeviceMemory(int64_t bytes) { return memory().TakeDevice(bytes); }
 
 absl::StatusOr<Buffer> ReserveMemory(MemoryKind kind, int64_t bytes) {
   if (bytes <= 0) return absl::InvalidArgumentError(absl::StrCat("reserve of ", bytes, " bytes"));

@@ -1,8 +1,9 @@
 // Device and pinned host memory behind Device::Reserve and Commit.
 //
 // Small buffers are cut from slabs that are kept. A large device buffer is address space into which
-// Commit maps granules of 2 MiB from a pool that only grows, up to the budget; a large host buffer
-// is address space whose committed parts are pinned.
+// Commit maps granules of 2 MiB from a pool that only grows, up to the budget, and whole GiB where
+// so much is asked for at once; a large host buffer is address space, near the GPU where the
+// machine says what is near, whose committed parts are pinned.
 //
 // Threads: every function may be called from any thread.
 
@@ -20,8 +21,12 @@ namespace sluice::cuda {
 
 // A Buffer gives its memory back through a plain function, so the allocator is one for the process.
 // Start and Stop bracket the life of the device; no buffer is alive outside.
-[[nodiscard]] absl::Status StartMemory(int64_t hbm_budget_bytes);
+// `numa_node` is the GPU's; -1: not known.
+[[nodiscard]] absl::Status StartMemory(int64_t hbm_budget_bytes, int numa_node);
 void StopMemory();
+
+// Fills the pool of granules: Device::TakeDeviceMemory.
+[[nodiscard]] absl::Status TakeDeviceMemory(int64_t bytes);
 
 [[nodiscard]] absl::StatusOr<Buffer> ReserveMemory(MemoryKind kind, int64_t bytes);
 [[nodiscard]] absl::Status CommitMemory(const Buffer& buffer, int64_t offset_bytes, int64_t bytes);

@@ -128,6 +128,9 @@ struct DeviceInfo {
   std::string instruction_set;     // what an output's bits depend on: "AVX3", "AVX2", "sm_90"
   int num_workers = 0;             // threads or multiprocessors
   int64_t total_memory_bytes = 0;  // HBM, or physical memory on the CPU device
+  int64_t free_memory_bytes = 0;   // of it, when the device was created
+  // Whether device memory is another memory than the host's.
+  bool has_hbm = false;
 };
 
 class Device {
@@ -153,6 +156,13 @@ class Device {
   // RESOURCE_EXHAUSTED when memory is out; what was committed before stays usable.
   [[nodiscard]] virtual absl::Status Commit(const Buffer& buffer, int64_t offset_bytes,
                                             int64_t bytes) = 0;
+
+  // Takes this much device memory for later Commits now, so that they need not ask the driver for
+  // it. RESOURCE_EXHAUSTED when it is not to be had. A device without such a step does nothing.
+  [[nodiscard]] virtual absl::Status TakeDeviceMemory(int64_t bytes) {
+    (void)bytes;
+    return absl::OkStatus();
+  }
 
   virtual std::unique_ptr<Stream> CreateStream(StreamPriority priority) = 0;
 

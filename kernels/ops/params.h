@@ -161,6 +161,9 @@ struct AttendSequence {
   int32_t query_tokens = 0;    // 1..64
   // false (tiles): every query token stands at position context_tokens - 1 and sees all before it.
   bool causal = true;
+  // How many of the blocks lie in host memory, where the caller knows: a hint that decides who
+  // computes what and when, never a bit.
+  int64_t host_blocks = 0;
 };
 
 // (m, l, o): max logit, sum of exponentials, unnormalised output, FP32, per row and query head.

@@ -25,11 +25,20 @@ ABSL_FLAG(std::string, unix_socket, "default",
           "sluice/sluiced.sock in $XDG_RUNTIME_DIR, else in /run, else in /tmp/sluice-UID.");
 ABSL_FLAG(std::string, port_file, "",
           "File that gets the TCP port once the daemon serves; empty: none.");
-ABSL_FLAG(int64_t, hbm_budget_bytes, 0,
-          "Device memory for projected keys, tables, states and workspaces. 0: a quarter of "
-          "physical memory on the CPU device, nine tenths of HBM on a GPU.");
-ABSL_FLAG(int64_t, host_budget_bytes, 0,
-          "Pinned host memory for blocks. 0: half of physical memory.");
+ABSL_FLAG(std::string, device, "auto",
+          "What computes: cuda, the first GPU that CUDA_VISIBLE_DEVICES leaves; cpu; or auto, the "
+          "GPU where one can be used and else the CPU.");
+ABSL_FLAG(
+    int64_t, hbm_budget_bytes, 0,
+    "Device memory that the daemon takes. 0: nine tenths of the HBM that is free at start; on "
+    "the CPU device a quarter of the machine's memory.");
+ABSL_FLAG(int64_t, hbm_block_budget_bytes, -1,
+          "What blocks may take of --hbm_budget_bytes; the rest is for projected keys, tables, "
+          "states and workspaces. -1: three quarters; on the CPU device nothing.");
+ABSL_FLAG(
+    int64_t, host_budget_bytes, 0,
+    "Pinned host memory for blocks; with a GPU it is taken at start. 0: half of the machine's "
+    "memory, or of the control group's limit.");
 ABSL_FLAG(int32_t, num_threads, 0, "Threads of the CPU device. 0: one a core.");
 ABSL_FLAG(int64_t, max_message_bytes, int64_t{64} << 20,
           "Largest message, in either direction: 1,024 .. 1 GiB.");
@@ -54,7 +63,9 @@ constexpr const char* kFlagNames[] = {"listen_address",
                                       "insecure",
                                       "unix_socket",
                                       "port_file",
+                                      "device",
                                       "hbm_budget_bytes",
+                                      "hbm_block_budget_bytes",
                                       "host_budget_bytes",
                                       "num_threads",
                                       "max_message_bytes",
@@ -175,12 +186,24 @@ absl::Status ReadFlags(DaemonOptions* options) {
   SLUICE_RETURN_IF_ERROR(ReadLimits(&options->limits));
   options->memory.hbm_budget_bytes = absl::GetFlag(FLAGS_hbm_budget_bytes);
   options->memory.host_budget_bytes = absl::GetFlag(FLAGS_host_budget_bytes);
-  options->cpu.num_threads = absl::GetFlag(FLAGS_num_threads);
+  options->memory.hbm_block_budget_bytes = absl::GetFlag(FLAGS_hbm_block_budget_bytes);
+  options->device.num_threads = absl::GetFlag(FLAGS_num_threads);
   const int64_t grace_ms = absl::GetFlag(FLAGS_shutdown_grace_ms);
   options->shutdown_grace = absl::Milliseconds(grace_ms);
   SLUICE_RETURN_IF_ERROR(AtLeast("hbm_budget_bytes", options->memory.hbm_budget_bytes, 0));
+  SLUICE_RETURN_IF_ERROR(
+      AtLeast("hbm_block_budget_bytes", options->memory.hbm_block_budget_bytes, -1));
   SLUICE_RETURN_IF_ERROR(AtLeast("host_budget_bytes", options->memory.host_budget_bytes, 0));
-  SLUICE_RETURN_IF_ERROR(AtLeast("num_threads", options->cpu.num_threads, 0));
+  const std::string device = absl::GetFlag(FLAGS_device);
+  if (device == "cuda") {
+    options->device.device = DeviceChoice::kCuda;
+  } else if (device == "cpu") {
+    options->device.device = DeviceChoice::kCpu;
+  } else if (device != "auto") {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--device is '", device, "'; allowed: auto, cpu or cuda"));
+  }
+  SLUICE_RETURN_IF_ERROR(AtLeast("num_threads", options->device.num_threads, 0));
   SLUICE_RETURN_IF_ERROR(AtLeast("shutdown_grace_ms", grace_ms, 0));
   const std::string level = absl::GetFlag(FLAGS_log_level);
   if (!ParseLogLevel(level, &options->log.log_level)) {

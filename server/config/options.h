@@ -30,13 +30,17 @@ struct LimitOptions {
 };
 
 struct MemoryOptions {
-  // 0: chosen by the daemon.
+  // 0 (blocks: -1): chosen by the daemon.
   int64_t hbm_budget_bytes = 0;
+  int64_t hbm_block_budget_bytes = -1;
   int64_t host_budget_bytes = 0;
 };
 
-struct CpuOptions {
-  // 0: one a core.
+enum class DeviceChoice { kAuto, kCpu, kCuda };
+
+struct DeviceOptions {
+  DeviceChoice device = DeviceChoice::kAuto;
+  // Of the CPU device; 0: one a core.
   int num_threads = 0;
 };
 
@@ -49,7 +53,7 @@ struct DaemonOptions {
   ListenOptions listen;
   LimitOptions limits;
   MemoryOptions memory;
-  CpuOptions cpu;
+  DeviceOptions device;
   LogOptions log;
   absl::Duration shutdown_grace = absl::Seconds(10);
 };

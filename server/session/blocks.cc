@@ -70,7 +70,7 @@ BlockInfo SessionImpl::InfoOf(uint32_t layer, uint32_t block_id) const {
   info.num_tables = blocks_->num_tables(block_id);
   if (!entry.present()) return info;
   info.state = entry.stored() ? BlockState::kStored : BlockState::kReserved;
-  info.tier = Tier::kHost;
+  info.tier = blocks_->InHbm(entry.slot) ? Tier::kHbm : Tier::kHost;
   info.valid_tokens = entry.valid_tokens;
   info.predicted = entry.stored() && entry.projected != nullptr;
   info.version = entry.version;

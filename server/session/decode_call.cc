@@ -14,6 +14,12 @@
 #include "server/session/session_impl.h"
 
 namespace sluice {
+namespace {
+
+// So many entries are asked for ahead of use.
+constexpr int64_t kPrefetchBlocks = 16;
+
+}  // namespace
 
 struct DecodeCall::Work {
   std::vector<AttendSequence> attend;
@@ -46,8 +52,9 @@ class DecodeStepBuilder {
   int64_t ArrayBytes() const;
   uint32_t BlockAt(const DecodeSequence& sequence, int64_t index, bool* known) const;
   absl::Status PlanSequence(const DecodeSequence& sequence, int64_t first_row);
-  absl::Status CheckTokens(const SequenceState& state, const DecodeSequence& sequence) const;
+  absl::Status ReadTable(const SequenceState& state, const DecodeSequence& sequence);
   void PlanWrites(const SequenceState& state, const DecodeSequence& sequence, int64_t first_row);
+  void CountReads(int64_t context_tokens);
 
   bool writes() const { return call_.k.given(); }
   int64_t first_position(const DecodeSequence& sequence) const {
@@ -64,6 +71,7 @@ class DecodeStepBuilder {
   int64_t q_offset_ = 0;
   int64_t sinks_offset_ = 0;
   StreamPosition last_fetch_ = 0;  // of the blocks that are written
+  int64_t num_host_blocks_ = 0;    // of the sequence at hand
 };
 
 absl::Status DecodeStepBuilder::CheckSequence(const DecodeSequence& sequence) const {
@@ -208,11 +216,12 @@ absl::Status DecodeStepBuilder::Stage() {
   return absl::OkStatus();
 }
 
-// Every position below the first query token's, or below context_tokens where nothing is written,
-// must be there.
-absl::Status DecodeStepBuilder::CheckTokens(const SequenceState& state,
-                                            const DecodeSequence& sequence) const {
+// Appends the addresses of the sequence's blocks. Every position below the first query token's, or
+// below context_tokens where nothing is written, must be there.
+absl::Status DecodeStepBuilder::ReadTable(const SequenceState& state,
+                                          const DecodeSequence& sequence) {
   const int64_t block_tokens = session_.spec_.block_tokens;
+  const BlockTable& blocks = *session_.blocks_;
   const auto missing = [&](int64_t index, int64_t position) {
     Error error(absl::StatusCode::kFailedPrecondition, Reason::kTokensMissing,
                 absl::StrCat("sequence ", sequence.sequence_id, " has no token at position ",
@@ -227,17 +236,37 @@ absl::Status DecodeStepBuilder::CheckTokens(const SequenceState& state,
   if (sequence.context_tokens > table_tokens) {
     return missing(std::ssize(state.block_ids), table_tokens);
   }
+  // A long context has tens of thousands of entries, in no order: one pass, asked for ahead.
   const int64_t need_tokens = writes() ? first_position(sequence) : sequence.context_tokens;
-  for (int64_t index = 0; index * block_tokens < need_tokens; ++index) {
+  const int64_t num_blocks = (sequence.context_tokens + block_tokens - 1) / block_tokens;
+  const size_t first_address = work_.addresses.size();
+  work_.addresses.resize(first_address + num_blocks);
+  const std::byte** addresses = work_.addresses.data() + first_address;
+  const BlockEntry* const entries = &blocks.at(call_.layer, 0);
+  int64_t num_hbm_blocks = 0;
+  for (int64_t index = 0; index < num_blocks; ++index) {
+    if (index + kPrefetchBlocks < num_blocks) {
+      __builtin_prefetch(&entries[state.block_ids[index + kPrefetchBlocks]]);
+    }
+    const BlockEntry& entry = entries[state.block_ids[index]];
     const int64_t need = std::min(block_tokens, need_tokens - index * block_tokens);
-    const int64_t valid = session_.blocks_->at(call_.layer, state.block_ids[index]).valid_tokens;
-    if (valid < need) return missing(index, index * block_tokens + valid);
+    if (entry.valid_tokens < need) {
+      work_.addresses.resize(first_address);
+      return missing(index, index * block_tokens + entry.valid_tokens);
+    }
+    addresses[index] = entry.slot;
+    num_hbm_blocks += blocks.InHbm(entry.slot) ? 1 : 0;
   }
-  if (!writes()) return absl::OkStatus();
-  for (int64_t index = first_position(sequence) / block_tokens;
-       index * block_tokens < sequence.context_tokens; ++index) {
-    const uint32_t block_id = state.block_ids[index];
-    if (session_.blocks_->num_tables(block_id) > 1) return BlockShared(call_.layer, block_id);
+  num_host_blocks_ = num_blocks - num_hbm_blocks;
+  if (writes()) {
+    for (int64_t index = first_position(sequence) / block_tokens;
+         index * block_tokens < sequence.context_tokens; ++index) {
+      const uint32_t block_id = state.block_ids[index];
+      if (blocks.num_tables(block_id) > 1) {
+        work_.addresses.resize(first_address);
+        return BlockShared(call_.layer, block_id);
+      }
+    }
   }
   return absl::OkStatus();
 }
@@ -271,6 +300,22 @@ void DecodeStepBuilder::PlanWrites(const SequenceState& state, const DecodeSeque
   }
 }
 
+// Whole blocks, the last one apart, of which `context_tokens` are read.
+void DecodeStepBuilder::CountReads(int64_t context_tokens) {
+  const int64_t block_tokens = session_.spec_.block_tokens;
+  const int64_t num_blocks = (context_tokens + block_tokens - 1) / block_tokens;
+  const int64_t num_hbm_blocks = num_blocks - num_host_blocks_;
+  const int64_t unread_bytes =
+      (num_blocks * block_tokens - context_tokens) * (session_.slot_bytes_ / block_tokens);
+  StepStats& stats = call_.stats;
+  stats.hbm_blocks += num_hbm_blocks;
+  stats.host_blocks += num_host_blocks_;
+  stats.hbm_bytes += num_hbm_blocks * session_.slot_bytes_;
+  stats.host_bytes += num_host_blocks_ * session_.slot_bytes_;
+  const bool last_in_hbm = session_.blocks_->InHbm(work_.addresses.back());
+  (last_in_hbm ? stats.hbm_bytes : stats.host_bytes) -= unread_bytes;
+}
+
 absl::Status DecodeStepBuilder::PlanSequence(const DecodeSequence& sequence, int64_t first_row) {
   if (sequence.has_update) {
     SLUICE_RETURN_IF_ERROR(session_.ApplyUpdate(sequence.update).status());
@@ -280,21 +325,15 @@ absl::Status DecodeStepBuilder::PlanSequence(const DecodeSequence& sequence, int
   if (sequence.generation != 0 && sequence.generation != state->generation) {
     return StaleGeneration(sequence.sequence_id, sequence.generation, state->generation);
   }
-  SLUICE_RETURN_IF_ERROR(CheckTokens(*state, sequence));
+  SLUICE_RETURN_IF_ERROR(ReadTable(*state, sequence));
   if (writes()) PlanWrites(*state, sequence, first_row);
-  const int64_t num_blocks =
-      (sequence.context_tokens + session_.spec_.block_tokens - 1) / session_.spec_.block_tokens;
   AttendSequence attend;
   attend.context_tokens = sequence.context_tokens;
   attend.first_row = first_row;
   attend.query_tokens = static_cast<int32_t>(sequence.query_tokens);
+  attend.host_blocks = num_host_blocks_;
   work_.attend.push_back(attend);
-  for (int64_t index = 0; index < num_blocks; ++index) {
-    work_.addresses.push_back(session_.blocks_->at(call_.layer, state->block_ids[index]).slot);
-  }
-  call_.stats.host_blocks += num_blocks;
-  call_.stats.host_bytes +=
-      sequence.context_tokens * (session_.slot_bytes_ / session_.spec_.block_tokens);
+  CountReads(sequence.context_tokens);
   return absl::OkStatus();
 }
 

@@ -200,8 +200,9 @@ int64_t LargestThatFits(int64_t high, const std::function<bool(int64_t)>& fits) 
 }  // namespace
 
 absl::Status DoesNotFit(const SessionSpec& spec, const Reservation& reservation,
-                        int64_t budget_bytes, int64_t used_bytes, int64_t machine_bytes,
+                        const DeviceBudget& budget, int64_t used_bytes, int64_t machine_bytes,
                         int64_t max_message_bytes, const Ops& ops) {
+  const int64_t budget_bytes = budget.session_bytes();
   const int64_t free_bytes = std::max<int64_t>(0, UsableBytes(budget_bytes) - used_bytes);
   const int64_t need_bytes = reservation.total_bytes();
   const auto fits = [&](const SessionSpec& other) {
@@ -222,6 +223,7 @@ absl::Status DoesNotFit(const SessionSpec& spec, const Reservation& reservation,
   fits_budget += fits_budget / (kReservedShareDivisor - 1);
   while (UsableBytes(fits_budget) - used_bytes < need_bytes) ++fits_budget;
   while (UsableBytes(fits_budget - 1) - used_bytes >= need_bytes) --fits_budget;
+  fits_budget = budget.TotalFor(fits_budget);
 
   Error error(absl::StatusCode::kResourceExhausted, Reason::kDeviceMemory, [&] {
     std::vector<std::string> helps;

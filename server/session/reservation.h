@@ -47,10 +47,25 @@ inline constexpr int64_t UsableBytes(int64_t budget_bytes) {
   return budget_bytes - budget_bytes / kReservedShareDivisor;
 }
 
+// How the device budget is split.
+struct DeviceBudget {
+  static constexpr int64_t kBlockShareDivisor = 4;  // sessions get one part of four ...
+
+  int64_t total_bytes = 0;
+  int64_t block_bytes = 0;
+  bool block_share_chosen = false;  // ... unless told otherwise
+
+  int64_t session_bytes() const { return total_bytes - block_bytes; }
+  // The least total that leaves this much for sessions.
+  int64_t TotalFor(int64_t bytes) const {
+    return block_share_chosen ? bytes * kBlockShareDivisor : bytes + block_bytes;
+  }
+};
+
 // RESOURCE_EXHAUSTED DEVICE_MEMORY: the need, the free memory, the formula of A_g with its numbers,
 // and each setting that alone would make the session fit, with a value that fits.
 absl::Status DoesNotFit(const SessionSpec& spec, const Reservation& reservation,
-                        int64_t budget_bytes, int64_t used_bytes, int64_t machine_bytes,
+                        const DeviceBudget& budget, int64_t used_bytes, int64_t machine_bytes,
                         int64_t max_message_bytes, const Ops& ops);
 
 }  // namespace sluice

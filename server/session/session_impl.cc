@@ -45,13 +45,13 @@ void Call::Internal::Run() {
 // Life.
 
 absl::StatusOr<std::shared_ptr<SessionImpl>> SessionImpl::Create(Options options, Device* device,
-                                                                 SlotStore* store) {
-  std::shared_ptr<SessionImpl> session(new SessionImpl(std::move(options), device, store));
+                                                                 BlockTable::Stores stores) {
+  std::shared_ptr<SessionImpl> session(new SessionImpl(std::move(options), device, stores));
   SLUICE_RETURN_IF_ERROR(session->Init());
   return session;
 }
 
-SessionImpl::SessionImpl(Options options, Device* device, SlotStore* store)
+SessionImpl::SessionImpl(Options options, Device* device, BlockTable::Stores stores)
     : layout_(SlotLayout(options.spec.kv_dtype, static_cast<int32_t>(options.spec.num_kv_heads),
                          static_cast<int32_t>(options.spec.head_dim),
                          static_cast<int32_t>(options.spec.block_tokens))),
@@ -60,7 +60,7 @@ SessionImpl::SessionImpl(Options options, Device* device, SlotStore* store)
       row_bytes_(options.spec.num_kv_heads * options.spec.block_tokens * options.spec.rank * 2),
       device_(device),
       ops_(device->ops()),
-      store_(store),
+      stores_(stores),
       now_(std::move(options.now)),
       on_drained_(std::move(options.on_drained)),
       max_queued_calls_(options.max_queued_calls),
@@ -86,8 +86,9 @@ absl::Status SessionImpl::Init() {
   if (!rows.ok()) return no_memory(rows.status());
   rows_ = std::make_unique<RowPool>(*std::move(rows));
   blocks_ = std::make_unique<BlockTable>(
-      BlockTable::Options{spec_.num_layers, spec_.max_blocks, slot_bytes_, spec_.host_budget_bytes},
-      store_, rows_.get(), std::vector<Stream*>{attention_stream_.get(), fetch_stream_.get()});
+      BlockTable::Options{spec_.num_layers, spec_.max_blocks, slot_bytes_, spec_.host_budget_bytes,
+                          spec_.hbm_budget_bytes},
+      stores_, rows_.get(), std::vector<Stream*>{attention_stream_.get(), fetch_stream_.get()});
   sequences_.resize(spec_.max_sequences);
   sequence_marks_.resize(spec_.max_sequences);
   waiting_marks_.resize(spec_.max_sequences);
@@ -196,12 +197,18 @@ SessionInfo SessionImpl::Info() const {
           run_rows_ * (item.reserved_bytes / std::max<int64_t>(1, reservation_.run_rows));
     }
   }
-  info.memory.push_back(
-      {"blocks.host",
-       spec_.host_budget_bytes > 0 ? spec_.host_budget_bytes : store_->budget_bytes(),
-       blocks_->num_slots() * blocks_->stride_bytes(),
-       absl::StrCat("blocks ", blocks_->num_slots(), " x (slot ", slot_bytes_,
-                    " bytes, rounded up to ", blocks_->stride_bytes(), ")")});
+  const auto add_blocks = [&](absl::string_view tier, const SlotStore* store, int64_t budget_bytes,
+                              int64_t num_slots) {
+    if (store == nullptr) return;
+    info.memory.push_back({absl::StrCat("blocks.", tier),
+                           budget_bytes > 0 ? budget_bytes : store->budget_bytes(),
+                           num_slots * blocks_->stride_bytes(),
+                           absl::StrCat("blocks ", num_slots, " x (slot ", slot_bytes_,
+                                        " bytes, rounded up to ", blocks_->stride_bytes(), ")")});
+  };
+  const int64_t num_hbm_slots = blocks_->num_hbm_slots();
+  add_blocks("hbm", stores_.hbm, spec_.hbm_budget_bytes, num_hbm_slots);
+  add_blocks("host", stores_.host, spec_.host_budget_bytes, blocks_->num_slots() - num_hbm_slots);
   return info;
 }
 
@@ -244,7 +251,7 @@ void SessionImpl::Attach(const SessionSpec& spec, uint64_t epoch) {
   spec_.retention = spec.retention;
   spec_.host_budget_bytes = spec.host_budget_bytes;
   spec_.hbm_budget_bytes = spec.hbm_budget_bytes;
-  blocks_->set_budget_bytes(spec.host_budget_bytes);
+  blocks_->SetBudgets(spec.host_budget_bytes, spec.hbm_budget_bytes);
 }
 
 bool SessionImpl::Expire(absl::Time now) {

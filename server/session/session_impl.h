@@ -24,7 +24,6 @@
 #include "server/session/reservation.h"
 #include "server/session/session.h"
 #include "server/session/staging.h"
-#include "server/store/slot_store.h"
 #include "server/swap/block_table.h"
 #include "server/swap/lazy_array.h"
 #include "server/swap/row_pool.h"
@@ -77,9 +76,8 @@ class SessionImpl final : public Session {
     // BeginClose.
     std::function<void()> on_drained;
   };
-  [[nodiscard]] static absl::StatusOr<std::shared_ptr<SessionImpl>> Create(Options options,
-                                                                           Device* device,
-                                                                           SlotStore* store);
+  [[nodiscard]] static absl::StatusOr<std::shared_ptr<SessionImpl>> Create(
+      Options options, Device* device, BlockTable::Stores stores);
   ~SessionImpl() override;
 
   const SessionSpec& spec() const override { return spec_; }
@@ -146,7 +144,7 @@ class SessionImpl final : public Session {
   // Calls started and not complete; more wait in the queue, where they can still be dropped.
   static constexpr int kMaxStartedCalls = 2;
 
-  SessionImpl(Options options, Device* device, SlotStore* store);
+  SessionImpl(Options options, Device* device, BlockTable::Stores stores);
   [[nodiscard]] absl::Status Init();
 
   // The queue; the lock is held. Calls that ended without the device are linked to *ended.
@@ -211,7 +209,7 @@ class SessionImpl final : public Session {
   int64_t row_bytes_ = 0;
   Device* const device_;
   Ops& ops_;
-  SlotStore* const store_;
+  const BlockTable::Stores stores_;
   const std::function<absl::Time()> now_;
   const std::function<void()> on_drained_;
   const int64_t max_queued_calls_;

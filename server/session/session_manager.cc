@@ -1,7 +1,5 @@
 #include "server/session/session_manager.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <condition_variable>
 #include <map>
@@ -10,12 +8,14 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/device/machine_memory.h"
 #include "server/base/error.h"
+#include "server/base/logging.h"
 #include "server/base/status_macros.h"
 #include "server/session/reservation.h"
 #include "server/session/session_impl.h"
 #include "server/store/budget.h"
-#include "server/store/host_slot_store.h"
+#include "server/store/memory_slot_store.h"
 
 namespace sluice {
 namespace {
@@ -30,11 +30,16 @@ using CloseDone = std::function<void(absl::StatusOr<int64_t>)>;
 // streams.
 class SessionManagerImpl final : public SessionManager {
  public:
-  SessionManagerImpl(const SessionManagerOptions& options, Device* device)
+  // `options` are without gaps; the stores have what they need of the device.
+  SessionManagerImpl(const SessionManagerOptions& options, const DeviceBudget& budget,
+                     std::unique_ptr<MemorySlotStore> hbm_store,
+                     std::unique_ptr<MemorySlotStore> host_store, Device* device)
       : options_(options),
         device_(device),
-        device_budget_(options.hbm_budget_bytes),
-        store_({.budget_bytes = options.host_budget_bytes}, device),
+        budget_split_(budget),
+        device_budget_(budget.session_bytes()),
+        hbm_store_(std::move(hbm_store)),
+        host_store_(std::move(host_store)),
         next_epoch_(static_cast<uint64_t>(absl::ToUnixMicros(absl::Now()))),
         janitor_([this] { RunJanitor(); }) {}
 
@@ -77,8 +82,10 @@ class SessionManagerImpl final : public SessionManager {
 
   const SessionManagerOptions options_;
   Device* const device_;
-  Budget device_budget_;
-  HostSlotStore store_;
+  const DeviceBudget budget_split_;
+  Budget device_budget_;                              // what sessions reserve
+  const std::unique_ptr<MemorySlotStore> hbm_store_;  // null: blocks have no HBM
+  const std::unique_ptr<MemorySlotStore> host_store_;
 
   mutable std::mutex mutex_;
   std::condition_variable wake_;
@@ -125,18 +132,20 @@ absl::StatusOr<SessionManager::Opened> SessionManagerImpl::OpenNew(const Session
   options.spec = spec;
   options.reservation = ComputeReservation(spec, options_.max_message_bytes, device_->ops());
   const int64_t need_bytes = options.reservation.total_bytes();
-  const int64_t free_bytes = UsableBytes(options_.hbm_budget_bytes) - device_budget_.used_bytes();
+  const int64_t free_bytes =
+      UsableBytes(device_budget_.total_bytes()) - device_budget_.used_bytes();
   if (need_bytes > free_bytes || !device_budget_.TryTake(need_bytes)) {
-    return DoesNotFit(spec, options.reservation, options_.hbm_budget_bytes,
-                      device_budget_.used_bytes(), device_->info().total_memory_bytes,
-                      options_.max_message_bytes, device_->ops());
+    return DoesNotFit(spec, options.reservation, budget_split_, device_budget_.used_bytes(),
+                      device_->info().total_memory_bytes, options_.max_message_bytes,
+                      device_->ops());
   }
   options.epoch = next_epoch_++;
   options.max_queued_calls = options_.max_queued_calls_per_session;
   options.max_tile_runs = options_.max_tile_runs_per_session;
   options.now = options_.now;
   options.on_drained = [this, name = spec.name] { OnDrained(name); };
-  auto session = SessionImpl::Create(std::move(options), device_, &store_);
+  auto session = SessionImpl::Create(std::move(options), device_,
+                                     BlockTable::Stores{hbm_store_.get(), host_store_.get()});
   if (!session.ok()) {
     device_budget_.Give(need_bytes);
     return session.status();
@@ -277,8 +286,13 @@ void SessionManagerImpl::Sweep() {
 }
 
 std::vector<MemoryPoolUsage> SessionManagerImpl::MemoryUsage() const {
-  return {{"hbm", device_budget_.total_bytes(), device_budget_.used_bytes()},
-          {"host", store_.budget_bytes(), store_.used_bytes()}};
+  std::vector<MemoryPoolUsage> usage = {
+      {"hbm", device_budget_.total_bytes(), device_budget_.used_bytes()},
+      {"host", host_store_->budget_bytes(), host_store_->used_bytes()}};
+  if (hbm_store_ != nullptr) {
+    usage.push_back({"blocks.hbm", hbm_store_->budget_bytes(), hbm_store_->used_bytes()});
+  }
+  return usage;
 }
 
 void SessionManagerImpl::Shutdown() {
@@ -293,30 +307,90 @@ void SessionManagerImpl::Shutdown() {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<SessionManager>> SessionManager::Create(
-    const SessionManagerOptions& given, Device* device) {
-  SessionManagerOptions options = given;
-  const int64_t physical_bytes =
-      static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGE_SIZE);
-  if (options.hbm_budget_bytes == 0) {
-    options.hbm_budget_bytes = device->info().kind == "cpu"
-                                   ? physical_bytes / 4
-                                   : device->info().total_memory_bytes / 10 * 9;
+namespace {
+
+// Fills in what was left to be chosen.
+absl::StatusOr<DeviceBudget> ChooseBudgets(const DeviceInfo& device,
+                                           SessionManagerOptions* options) {
+  if (options->hbm_budget_bytes == 0) {
+    options->hbm_budget_bytes =
+        device.has_hbm ? device.free_memory_bytes / 10 * 9 : device.total_memory_bytes / 4;
   }
-  if (options.host_budget_bytes == 0) options.host_budget_bytes = physical_bytes / 2;
-  if (!options.now) options.now = [] { return absl::Now(); };
+  if (options->host_budget_bytes == 0) options->host_budget_bytes = MachineMemoryBytes() / 2;
+  if (!options->now) options->now = [] { return absl::Now(); };
   const auto positive = [](absl::string_view flag, int64_t value) -> absl::Status {
     if (value > 0) return absl::OkStatus();
     return InvalidField(flag, value, "1 or more");
   };
-  SLUICE_RETURN_IF_ERROR(positive("hbm_budget_bytes", options.hbm_budget_bytes));
-  SLUICE_RETURN_IF_ERROR(positive("host_budget_bytes", options.host_budget_bytes));
-  SLUICE_RETURN_IF_ERROR(positive("max_sessions", options.max_sessions));
+  SLUICE_RETURN_IF_ERROR(positive("hbm_budget_bytes", options->hbm_budget_bytes));
+  SLUICE_RETURN_IF_ERROR(positive("host_budget_bytes", options->host_budget_bytes));
+  SLUICE_RETURN_IF_ERROR(positive("max_sessions", options->max_sessions));
   SLUICE_RETURN_IF_ERROR(
-      positive("max_queued_calls_per_session", options.max_queued_calls_per_session));
-  SLUICE_RETURN_IF_ERROR(positive("max_tile_runs_per_session", options.max_tile_runs_per_session));
-  SLUICE_RETURN_IF_ERROR(positive("max_message_bytes", options.max_message_bytes));
-  return std::make_unique<SessionManagerImpl>(options, device);
+      positive("max_queued_calls_per_session", options->max_queued_calls_per_session));
+  SLUICE_RETURN_IF_ERROR(positive("max_tile_runs_per_session", options->max_tile_runs_per_session));
+  SLUICE_RETURN_IF_ERROR(positive("max_message_bytes", options->max_message_bytes));
+  DeviceBudget budget;
+  budget.total_bytes = options->hbm_budget_bytes;
+  budget.block_share_chosen = device.has_hbm && options->hbm_block_budget_bytes < 0;
+  if (options->hbm_block_budget_bytes < 0) {
+    options->hbm_block_budget_bytes =
+        device.has_hbm ? budget.total_bytes - budget.total_bytes / DeviceBudget::kBlockShareDivisor
+                       : 0;
+  }
+  budget.block_bytes = options->hbm_block_budget_bytes;
+  if (budget.session_bytes() <= 0) {
+    return InvalidField("hbm_block_budget_bytes", budget.block_bytes,
+                        absl::StrCat("less than hbm_budget_bytes (", budget.total_bytes, ")"));
+  }
+  return budget;
+}
+
+// Takes memory at start, and logs how long that took.
+absl::Status TakeAtStart(absl::string_view what, int64_t bytes,
+                         const std::function<absl::Status()>& take) {
+  const absl::Time start = absl::Now();
+  if (absl::Status status = take(); !status.ok()) {
+    return Error(absl::StatusCode::kResourceExhausted, Reason::kDeviceMemory,
+                 absl::StrCat("the machine has not the ", bytes, " bytes of ", what,
+                              " that it is to hold: ", status.message()));
+  }
+  LogInfo(
+      "memory taken",
+      {{"what", what}, {"bytes", bytes}, {"ms", absl::ToInt64Milliseconds(absl::Now() - start)}});
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<SessionManager>> SessionManager::Create(
+    const SessionManagerOptions& given, Device* device) {
+  SessionManagerOptions options = given;
+  SLUICE_ASSIGN_OR_RETURN(const DeviceBudget budget, ChooseBudgets(device->info(), &options));
+  std::unique_ptr<MemorySlotStore> hbm_store;
+  if (budget.block_bytes > 0) {
+    // One slab: an address in it is in HBM.
+    hbm_store =
+        std::make_unique<MemorySlotStore>(MemorySlotStoreOptions{.budget_bytes = budget.block_bytes,
+                                                                 .kind = MemoryKind::kDevice,
+                                                                 .slab_bytes = budget.block_bytes},
+                                          device);
+  }
+  auto host_store = std::make_unique<MemorySlotStore>(
+      MemorySlotStoreOptions{.budget_bytes = options.host_budget_bytes}, device);
+  if (device->info().has_hbm) {
+    // Nothing is asked of the driver while calls are served.
+    SLUICE_RETURN_IF_ERROR(TakeAtStart("HBM for sessions", budget.session_bytes(), [&] {
+      return device->TakeDeviceMemory(budget.session_bytes());
+    }));
+    SLUICE_RETURN_IF_ERROR(TakeAtStart("pinned host memory for blocks", options.host_budget_bytes,
+                                       [&] { return host_store->TakeAll(); }));
+  }
+  if (hbm_store != nullptr) {
+    SLUICE_RETURN_IF_ERROR(
+        TakeAtStart("HBM for blocks", budget.block_bytes, [&] { return hbm_store->TakeAll(); }));
+  }
+  return std::make_unique<SessionManagerImpl>(options, budget, std::move(hbm_store),
+                                              std::move(host_store), device);
 }
 
 }  // namespace sluice

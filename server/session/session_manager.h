@@ -25,10 +25,13 @@
 namespace sluice {
 
 struct SessionManagerOptions {
-  // Device memory for A_g, tables, states and workspaces. 0: on the CPU device a quarter of
-  // physical memory.
+  // Device memory, of which blocks may take hbm_block_budget_bytes; the rest is for what sessions
+  // reserve: A_g, tables, states and workspaces. 0: nine tenths of the HBM that is free at start,
+  // or a quarter of the machine's memory where the device has no HBM.
   int64_t hbm_budget_bytes = 0;
-  // Pinned host memory for slots. 0: half of physical memory.
+  // -1: three quarters of hbm_budget_bytes, or nothing where the device has no HBM.
+  int64_t hbm_block_budget_bytes = -1;
+  // Pinned host memory for slots. 0: half of the machine's memory.
   int64_t host_budget_bytes = 0;
   // Sessions, attached and detached.
   int64_t max_sessions = 256;

@@ -5,6 +5,7 @@
 #ifndef SERVER_STORE_BUDGET_H_
 #define SERVER_STORE_BUDGET_H_
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 
@@ -21,6 +22,17 @@ class Budget {
       if (bytes > total_bytes_ - used) return false;
     } while (!used_bytes_.compare_exchange_weak(used, used + bytes, std::memory_order_relaxed));
     return true;
+  }
+  // Takes as many units of `unit_bytes` as fit, at most `count`; returns how many.
+  [[nodiscard]] int64_t TakeUpTo(int64_t count, int64_t unit_bytes) {
+    int64_t used = used_bytes_.load(std::memory_order_relaxed);
+    int64_t fits = 0;
+    do {
+      fits = std::min(count, (total_bytes_ - used) / unit_bytes);
+      if (fits <= 0) return 0;
+    } while (!used_bytes_.compare_exchange_weak(used, used + fits * unit_bytes,
+                                                std::memory_order_relaxed));
+    return fits;
   }
   void Give(int64_t bytes) { used_bytes_.fetch_sub(bytes, std::memory_order_relaxed); }
 

@@ -29,8 +29,14 @@ class SlotStore {
   // Fills `slots` with addresses of that many slots, or takes none: RESOURCE_EXHAUSTED HOST_MEMORY.
   // What a new slot holds is not defined.
   [[nodiscard]] virtual absl::Status Allocate(int64_t slot_bytes, absl::Span<std::byte*> slots) = 0;
+  // Fills the first of `slots` with as many as there is room for; returns how many.
+  [[nodiscard]] virtual int64_t AllocateUpTo(int64_t slot_bytes, absl::Span<std::byte*> slots) = 0;
   // Gives slots back. Nobody may read or write them any more.
   virtual void Free(int64_t slot_bytes, absl::Span<std::byte* const> slots) = 0;
+
+  // The one range of addresses that holds all slots of this store and no others; empty where there
+  // is no such range.
+  virtual absl::Span<const std::byte> range() const { return {}; }
 
   virtual int64_t budget_bytes() const = 0;
   virtual int64_t used_bytes() const = 0;  // strides of the slots handed out

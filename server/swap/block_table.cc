@@ -13,10 +13,11 @@ constexpr absl::Duration kLimboRetry = absl::Milliseconds(10);
 
 }  // namespace
 
-BlockTable::BlockTable(const Options& options, SlotStore* store, RowPool* rows,
+BlockTable::BlockTable(const Options& options, const Stores& stores, RowPool* rows,
                        std::vector<Stream*> readers)
     : options_(options),
-      store_(store),
+      stores_(stores),
+      hbm_(stores.hbm != nullptr ? stores.hbm->range() : absl::Span<const std::byte>()),
       rows_(rows),
       readers_(std::move(readers)),
       entries_(options.num_layers * options.max_blocks),
@@ -25,30 +26,38 @@ BlockTable::BlockTable(const Options& options, SlotStore* store, RowPool* rows,
 
 BlockTable::~BlockTable() {
   Reclaim();
-  if (!valid() || num_slots_ == 0) return;
+  if (!valid() || num_slots() == 0) return;
   std::vector<std::byte*> slots;
-  slots.reserve(num_slots_);
+  slots.reserve(num_slots());
   for (int64_t key = NextPresent(0); key >= 0; key = NextPresent(key + 1)) {
     if (entries_[key].slot != nullptr) slots.push_back(entries_[key].slot);
   }
-  store_->Free(options_.slot_bytes, slots);
+  GiveSlots(slots);
+}
+
+int64_t BlockTable::RoomSlots(const SlotStore* store, int64_t budget_bytes,
+                              int64_t num_slots) const {
+  if (store == nullptr) return 0;
+  const int64_t in_store = store->budget_bytes() / stride_bytes();
+  if (budget_bytes == 0) return in_store;
+  return std::clamp<int64_t>(budget_bytes / stride_bytes() - num_slots, 0, in_store);
 }
 
 int64_t BlockTable::max_free_slots() const {
-  const int64_t in_store = store_->budget_bytes() / stride_bytes();
-  if (options_.budget_bytes == 0) return in_store;
-  return std::clamp<int64_t>(options_.budget_bytes / stride_bytes() - num_slots_, 0, in_store);
+  return RoomSlots(stores_.host, options_.host_budget_bytes, num_host_slots_) +
+         RoomSlots(stores_.hbm, options_.hbm_budget_bytes, num_hbm_slots_);
 }
 
 absl::Status BlockTable::NoRoom(int64_t count) const {
-  const bool own =
-      options_.budget_bytes > 0 && (num_slots_ + count) * stride_bytes() > options_.budget_bytes;
-  const int64_t budget_bytes = own ? options_.budget_bytes : store_->budget_bytes();
-  const int64_t used_bytes = own ? num_slots_ * stride_bytes() : store_->used_bytes();
+  const int64_t own_bytes = options_.host_budget_bytes;
+  const bool own = own_bytes > 0 && (num_host_slots_ + count) * stride_bytes() > own_bytes;
+  const int64_t budget_bytes = own ? own_bytes : stores_.host->budget_bytes();
+  const int64_t used_bytes = own ? num_host_slots_ * stride_bytes() : stores_.host->used_bytes();
   Error error(absl::StatusCode::kResourceExhausted, Reason::kHostMemory,
               absl::StrCat("no room for ", count, " blocks of ", stride_bytes(), " bytes in ",
                            own ? "the session's host_budget_bytes: " : "host memory: ", used_bytes,
-                           " of ", budget_bytes, " bytes are in use"));
+                           " of ", budget_bytes, " bytes are in use",
+                           stores_.hbm != nullptr ? ", and HBM has no more room for them" : ""));
   error.AddMeta("need_bytes", count * stride_bytes());
   error.AddMeta("free_bytes", std::max<int64_t>(0, budget_bytes - used_bytes));
   error.AddMeta("budget_bytes", budget_bytes);
@@ -59,20 +68,43 @@ absl::Status BlockTable::NoRoom(int64_t count) const {
 
 absl::Status BlockTable::TakeSlots(absl::Span<std::byte*> slots) {
   Reclaim();
-  const int64_t count = static_cast<int64_t>(slots.size());
-  if (options_.budget_bytes > 0 && (num_slots_ + count) * stride_bytes() > options_.budget_bytes) {
-    return NoRoom(count);
+  const auto count = static_cast<int64_t>(slots.size());
+  int64_t in_hbm =
+      std::min(count, RoomSlots(stores_.hbm, options_.hbm_budget_bytes, num_hbm_slots_));
+  if (in_hbm > 0) {
+    in_hbm = stores_.hbm->AllocateUpTo(options_.slot_bytes, slots.subspan(0, in_hbm));
   }
-  if (absl::Status status = store_->Allocate(options_.slot_bytes, slots); !status.ok()) {
-    return limbo_begin_ < limbo_.size() ? NoRoom(count) : status;
+  const int64_t in_host = count - in_hbm;
+  if (in_host > 0) {
+    absl::Status status;
+    if (options_.host_budget_bytes > 0 &&
+        (num_host_slots_ + in_host) * stride_bytes() > options_.host_budget_bytes) {
+      status = NoRoom(in_host);
+    } else {
+      status = stores_.host->Allocate(options_.slot_bytes, slots.subspan(in_hbm));
+      if (!status.ok() && limbo_begin_ < limbo_.size()) status = NoRoom(in_host);
+    }
+    if (!status.ok()) {
+      if (in_hbm > 0) stores_.hbm->Free(options_.slot_bytes, slots.subspan(0, in_hbm));
+      return status;
+    }
   }
-  num_slots_ += count;
+  num_hbm_slots_ += in_hbm;
+  num_host_slots_ += in_host;
   return absl::OkStatus();
 }
 
 void BlockTable::GiveSlots(absl::Span<std::byte* const> slots) {
-  store_->Free(options_.slot_bytes, slots);
-  num_slots_ -= static_cast<int64_t>(slots.size());
+  // In runs of one tier.
+  for (size_t begin = 0; begin < slots.size();) {
+    const bool in_hbm = InHbm(slots[begin]);
+    size_t end = begin + 1;
+    while (end < slots.size() && InHbm(slots[end]) == in_hbm) ++end;
+    const absl::Span<std::byte* const> run = slots.subspan(begin, end - begin);
+    (in_hbm ? stores_.hbm : stores_.host)->Free(options_.slot_bytes, run);
+    (in_hbm ? num_hbm_slots_ : num_host_slots_) -= static_cast<int64_t>(run.size());
+    begin = end;
+  }
 }
 
 bool BlockTable::Passed(const Retired& retired) const {

@@ -22,6 +22,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "kernels/device/device.h"
 #include "server/store/slot_store.h"
 #include "server/swap/lazy_array.h"
@@ -51,10 +52,18 @@ class BlockTable {
     int64_t num_layers = 0;
     int64_t max_blocks = 0;
     int64_t slot_bytes = 0;
-    int64_t budget_bytes = 0;  // of this session's slots, in strides; 0: none of its own
+    // Of this session's slots in either tier, in strides; 0: none of its own.
+    int64_t host_budget_bytes = 0;
+    int64_t hbm_budget_bytes = 0;
+  };
+  // Where slots come from: HBM while there is room, then host memory.
+  struct Stores {
+    SlotStore* hbm = nullptr;  // all in one range of addresses; null: there is none
+    SlotStore* host = nullptr;
   };
   // Everything given must outlive the table. `readers` are the streams that can hold addresses.
-  BlockTable(const Options& options, SlotStore* store, RowPool* rows, std::vector<Stream*> readers);
+  BlockTable(const Options& options, const Stores& stores, RowPool* rows,
+             std::vector<Stream*> readers);
   // All streams must be idle.
   ~BlockTable();
   BlockTable(const BlockTable&) = delete;
@@ -74,8 +83,8 @@ class BlockTable {
 
   // Slots that TakeSlots could give out at the very most; more than these need not be asked for.
   int64_t max_free_slots() const;
-  // RESOURCE_EXHAUSTED HOST_MEMORY for `count` slots that do not fit; retryable while slots wait in
-  // limbo.
+  // RESOURCE_EXHAUSTED HOST_MEMORY for `count` slots of which HBM takes none and host memory not
+  // all; retryable while slots wait in limbo.
   absl::Status NoRoom(int64_t count) const;
   // Fills `slots`, or takes none: RESOURCE_EXHAUSTED HOST_MEMORY (the store's or the session's
   // budget).
@@ -107,11 +116,18 @@ class BlockTable {
 
   int64_t num_stored() const { return num_stored_; }
   int64_t num_predicted() const { return num_predicted_; }
-  int64_t num_slots() const { return num_slots_; }  // handed out, limbo included
+  // Handed out, limbo included.
+  int64_t num_slots() const { return num_host_slots_ + num_hbm_slots_; }
+  int64_t num_hbm_slots() const { return num_hbm_slots_; }
+  bool InHbm(const std::byte* slot) const {
+    return slot >= hbm_.data() && slot < hbm_.data() + hbm_.size();
+  }
   int64_t stride_bytes() const { return SlotStore::StrideBytes(options_.slot_bytes); }
   RowPool& rows() { return *rows_; }
-  void set_budget_bytes(int64_t bytes) { options_.budget_bytes = bytes; }
-  int64_t budget_bytes() const { return options_.budget_bytes; }
+  void SetBudgets(int64_t host_bytes, int64_t hbm_bytes) {
+    options_.host_budget_bytes = host_bytes;
+    options_.hbm_budget_bytes = hbm_bytes;
+  }
 
  private:
   struct Retired {
@@ -127,9 +143,12 @@ class BlockTable {
   void Touch(const BlockEntry& entry) { touched_[(&entry - &entries_[0]) / kSegmentEntries] = 1; }
   void ClearTag(int64_t key, BlockEntry& entry);
   bool Passed(const Retired& retired) const;
+  // Slots that the session's own budget allows in a tier, where `store` is full at the latest.
+  int64_t RoomSlots(const SlotStore* store, int64_t budget_bytes, int64_t num_slots) const;
 
   Options options_;
-  SlotStore* const store_;
+  const Stores stores_;
+  const absl::Span<const std::byte> hbm_;  // addresses of its slots
   RowPool* const rows_;
   const std::vector<Stream*> readers_;
   LazyArray<BlockEntry> entries_;   // [layer, block_id]
@@ -143,7 +162,8 @@ class BlockTable {
   uint64_t next_version_ = 1;
   int64_t num_stored_ = 0;
   int64_t num_predicted_ = 0;
-  int64_t num_slots_ = 0;
+  int64_t num_host_slots_ = 0;
+  int64_t num_hbm_slots_ = 0;
 };
 
 }  // namespace sluice

@@ -3,11 +3,15 @@
 // Daemon and echo server are processes of their own, as in use; this process is the scheduler.
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <memory>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "client/client.h"
@@ -25,11 +29,13 @@ using client::DaemonProcess;
 
 constexpr int kSamples = 9;
 
-// Bazel puts programs beside each other as their sources are: from bin/tests/bench/PROGRAM to
-// bin/PATH.
+// A program that lies beside this one; else where Bazel puts it, as its sources are: from
+// bin/tests/bench/PROGRAM to bin/PATH.
 std::string Program(const std::string& path) {
-  const auto bench = std::filesystem::read_symlink("/proc/self/exe");
-  return bench.parent_path().parent_path().parent_path() / path;
+  const auto folder = std::filesystem::read_symlink("/proc/self/exe").parent_path();
+  const auto beside = folder / std::filesystem::path(path).filename();
+  if (std::filesystem::exists(beside)) return beside;
+  return folder.parent_path().parent_path() / path;
 }
 
 void OrDie(const absl::Status& status) {
@@ -228,6 +234,135 @@ BENCH(rpc_offload) {
         std::string("rpc_offload/inline/predict_") + (predict ? "on" : "off"), "GB/s", kSamples,
         [&] { return gb_per_s(session); }, [&] { return gb_per_s(sink_session); });
   }
+}
+
+// Whether the daemon has a GPU; says so where not.
+bool HasGpu(const client::Client& client, const char* bench) {
+  if (OrDie(client.GetServer()).device().kind() == "cuda") return true;
+  std::printf("{\"name\": \"%s\", \"skipped\": \"the daemon has no GPU\"}\n", bench);
+  std::fflush(stdout);
+  return false;
+}
+
+// A sequence of `context_tokens` in blocks of 64 KiB, four query heads a kv head; and a step over
+// it that writes its newest token again.
+struct LargeStep {
+  LargeStep(const client::Client& client, const std::string& name, uint32_t context_tokens)
+      : session(OrDie(client.OpenSession(Spec(name, context_tokens)))), step(session) {
+    constexpr uint32_t kBatchBlocks = 512;
+    const uint32_t num_blocks = session.spec().max_blocks();
+    std::vector<uint32_t> ids;
+    for (uint32_t id = 0; id < num_blocks; ++id) ids.push_back(id);
+    std::shuffle(ids.begin(), ids.end(), std::mt19937(3));
+    for (uint32_t first = 0; first < num_blocks; first += kBatchBlocks) {
+      const uint32_t count = std::min(kBatchBlocks, num_blocks - first);
+      client::OffloadBatch batch(session);
+      for (uint32_t i = 0; i < count; ++i) batch.AddBlock(0, ids[first + i]);
+      const std::vector<uint16_t> kv = RandomBits(count * session.block_elements());
+      batch.SetKv(kv, kv);
+      OrDie(session.OffloadBlocks(batch).status());
+    }
+    std::sort(ids.begin(), ids.end());
+    OrDie(session.PutSequence(0, 1, 0, ids).status());
+    step.AddSequence(0, context_tokens);
+    step.SetQ(RandomBits(32 * 128));
+    step.SetKv(RandomBits(8 * 128), RandomBits(8 * 128));
+  }
+  static v1::SessionSpec Spec(const std::string& name, uint32_t context_tokens) {
+    v1::SessionSpec spec = BulkSpec(1, context_tokens / kBlockTokens);
+    spec.set_name(name);
+    spec.set_num_query_heads(32);
+    return spec;
+  }
+
+  client::Session session;
+  client::DecodeBatch step;
+};
+
+const std::vector<std::string>& GpuDaemonFlags() {
+  static const auto* const flags = new std::vector<std::string>{
+      "--log_level=error", "--hbm_budget_bytes=21474836480", "--host_budget_bytes=1073741824"};
+  return *flags;
+}
+
+// A step over 1,024 tokens in HBM. What the device chain takes without gRPC: session_bench.
+BENCH(rpc_gpu_step) {
+  constexpr int kCalls = 1000;
+  DaemonProcess daemon(GpuDaemonFlags(), Program("server/sluiced"));
+  const client::Client client = OrDie(client::Client::Create({.address = daemon.address()}));
+  if (!HasGpu(client, "rpc_gpu_step")) return;
+  DaemonProcess echo_server({}, Program("tests/bench/echo_server"));
+  RawEcho echo(echo_server.address());
+  for (const uint32_t context_tokens : {1024, 8192}) {
+    LargeStep large(client, "step", context_tokens);
+    const std::string bytes = large.step.mutable_request()->SerializeAsString();
+    const auto step_p50 = [&] {
+      return Percentile(TimesUs(kCalls,
+                                [&] {
+                                  OrDie(large.session.DecodeStep(&large.step));
+                                  OrDie(large.step.FirstSequenceError());
+                                }),
+                        50);
+    };
+    const auto echo_p50 = [&] {
+      return Percentile(TimesUs(kCalls, [&] { echo.Unary(bytes); }), 50);
+    };
+    const std::string row = "/1x" + std::to_string(context_tokens / 1024) + "K";
+    bench.Report("rpc_gpu_step/p50" + row, "us", kSamples, step_p50, echo_p50);
+    bench.Report("rpc_gpu_step/p50_less_echo" + row, "us", kSamples, [&] {
+      const double echo_us = echo_p50();
+      return step_p50() - echo_us;
+    });
+    OrDie(large.session.CloseSession(v1::CLOSE_MODE_DELETE_DATA).status());
+  }
+}
+
+// 64 sessions over 8,192 tokens each, a step of each always on its way: steps a second. What one
+// batch of 64 takes without gRPC: session_bench.
+BENCH(rpc_gpu_many) {
+  constexpr int kSessions = 64;
+  constexpr std::chrono::milliseconds kTime(500);
+  DaemonProcess daemon(GpuDaemonFlags(), Program("server/sluiced"));
+  std::vector<client::Client> clients;
+  clients.push_back(OrDie(client::Client::Create({.address = daemon.address()})));
+  if (!HasGpu(clients[0], "rpc_gpu_many")) return;
+  std::vector<std::unique_ptr<LargeStep>> steps;
+  std::vector<client::DecodeStream> streams;
+  for (int i = 0; i < kSessions; ++i) {
+    clients.push_back(OrDie(client::Client::Create({.address = daemon.address()})));
+    steps.push_back(std::make_unique<LargeStep>(clients.back(), "many-" + std::to_string(i), 8192));
+    streams.push_back(steps.back()->session.OpenDecodeStream());
+  }
+  for (const int num_threads : {1, 4, 8}) {
+    // A thread sends a step of each of its sessions, then receives the replies in order.
+    bench.Report(
+        "rpc_gpu_many/64x8K/threads_" + std::to_string(num_threads), "sequences/s", 5, [&] {
+          std::atomic<int64_t> replies{0};
+          std::atomic<bool> end{false};
+          std::vector<std::thread> threads;
+          const auto begin = std::chrono::steady_clock::now();
+          for (int t = 0; t < num_threads; ++t) {
+            threads.emplace_back([&, t] {
+              while (!end) {
+                for (int i = t; i < kSessions; i += num_threads) {
+                  OrDie(streams[i].Send(1, &steps[i]->step));
+                }
+                for (int i = t; i < kSessions; i += num_threads) {
+                  OrDie(OrDie(streams[i].Receive(&steps[i]->step)).status);
+                  OrDie(steps[i]->step.FirstSequenceError());
+                  ++replies;
+                }
+              }
+            });
+          }
+          std::this_thread::sleep_for(kTime);
+          end = true;
+          for (std::thread& thread : threads) thread.join();
+          return static_cast<double>(replies) /
+                 std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+        });
+  }
+  for (client::DecodeStream& stream : streams) OrDie(stream.Finish());
 }
 
 int64_t UsedBytes(const v1::GetUsageResponse& usage, const std::string& name) {

@@ -44,12 +44,15 @@ TEST(Flags, EveryWayOfWritingThem) {
   const CommandLine line =
       Parse({"--listen_address", "0.0.0.0:0", "--insecure", "-num_threads=3", "--max_sessions=2",
              "--hbm_budget_bytes=1000000", "--log_format=json", "--log_level", "debug",
-             "--port_file=/tmp/port", "--shutdown_grace_ms=5"});
+             "--port_file=/tmp/port", "--shutdown_grace_ms=5", "--device=cuda",
+             "--hbm_block_budget_bytes=1000"});
   ASSERT_FALSE(line.exit_code.has_value()) << line.output;
   EXPECT_EQ(line.options.listen.listen_address, "0.0.0.0:0");
-  EXPECT_EQ(line.options.cpu.num_threads, 3);
+  EXPECT_EQ(line.options.device.num_threads, 3);
   EXPECT_EQ(line.options.limits.max_sessions, 2);
   EXPECT_EQ(line.options.memory.hbm_budget_bytes, 1'000'000);
+  EXPECT_EQ(line.options.memory.hbm_block_budget_bytes, 1'000);
+  EXPECT_EQ(line.options.device.device, DeviceChoice::kCuda);
   EXPECT_EQ(line.options.log.log_format, LogFormat::kJson);
   EXPECT_EQ(line.options.log.log_level, LogLevel::kDebug);
   EXPECT_EQ(line.options.listen.port_file, "/tmp/port");
@@ -75,8 +78,10 @@ TEST(Flags, WrongOnesSayWhatIsWrong) {
            {{"--max_tile_runs_per_session=1", "--max_message_bytes=1"}, "1024.."},
            {{"--max_message_bytes=1000000", "--max_inflight_bytes=999999"}, "--max_message_bytes"},
            {{"--max_inflight_bytes=1000000", "--hbm_budget_bytes=-1"}, "0 or more"},
-           {{"--hbm_budget_bytes=0", "--host_budget_bytes=-1"}, "0 or more"},
-           {{"--host_budget_bytes=0", "--num_threads=-1"}, "0 or more"},
+           {{"--hbm_budget_bytes=0", "--hbm_block_budget_bytes=-2"}, "-1 or more"},
+           {{"--hbm_block_budget_bytes=-1", "--host_budget_bytes=-1"}, "0 or more"},
+           {{"--host_budget_bytes=0", "--device=tpu"}, "auto, cpu or cuda"},
+           {{"--device=auto", "--num_threads=-1"}, "0 or more"},
            {{"--num_threads=0", "--shutdown_grace_ms=-1"}, "0 or more"},
            {{"--shutdown_grace_ms=1", "--log_level=loud"}, "loud"},
            {{"--log_level=info", "--log_format=xml"}, "xml"},

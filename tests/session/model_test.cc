@@ -369,10 +369,24 @@ class Model : public SessionFixture {
     const SessionInfo info = session_->Info();
     EXPECT_EQ(info.num_blocks, stored);
     EXPECT_EQ(info.num_predicted_blocks, predicted);
-    EXPECT_EQ(Item("blocks.host").used_bytes, std::ssize(model_.blocks) * stride_bytes_);
+    // HBM is used first, so what is in host memory is what HBM had no room for at the time.
+    int64_t block_bytes = 0;
+    for (const MemoryItem& item : info.memory) {
+      if (item.name == "blocks.hbm" || item.name == "blocks.host") block_bytes += item.used_bytes;
+      EXPECT_LE(item.used_bytes, item.reserved_bytes) << item.name;
+    }
+    EXPECT_EQ(block_bytes, std::ssize(model_.blocks) * stride_bytes_);
     const int64_t row_bytes = spec().num_kv_heads * spec().block_tokens * spec().rank * 2;
     EXPECT_EQ(Item("a_g").used_bytes, rows * row_bytes);
-    EXPECT_EQ(HostBytes(), std::ssize(model_.blocks) * stride_bytes_);
+    EXPECT_EQ(BlockBytes(), std::ssize(model_.blocks) * stride_bytes_);
+  }
+  // In both tiers.
+  int64_t BlockBytes() const {
+    int64_t bytes = 0;
+    for (const MemoryPoolUsage& pool : manager_->MemoryUsage()) {
+      if (pool.name != "hbm") bytes += pool.used_bytes;
+    }
+    return bytes;
   }
 
   void ReattachOp() {
@@ -423,8 +437,13 @@ TEST_F(Model, RandomOperationsShowNoDifference) {
     model_.room = geometry.num_layers * geometry.max_blocks * 2 / 3;
     // The bound is the session's or the daemon's.
     const bool own = OneIn(2);
-    MakeManager({.host_budget_bytes = own ? int64_t{1} << 30 : model_.room * stride_bytes_});
-    spec.host_budget_bytes = own ? model_.room * stride_bytes_ : 0;
+    // Some of the room is in HBM.
+    const int64_t hbm_bytes = OneIn(2) ? (1 + Roll(model_.room - 1)) * stride_bytes_ : 0;
+    const int64_t host_bytes = model_.room * stride_bytes_ - hbm_bytes;
+    MakeManager({.hbm_block_budget_bytes = own && hbm_bytes > 0 ? int64_t{1} << 29 : hbm_bytes,
+                 .host_budget_bytes = own ? int64_t{1} << 30 : host_bytes});
+    spec.host_budget_bytes = own ? host_bytes : 0;
+    spec.hbm_budget_bytes = own ? hbm_bytes : 0;
     model_.blocks.clear();
     model_.sequences.clear();
     Open(spec);
@@ -467,7 +486,7 @@ TEST_F(Model, RandomOperationsShowNoDifference) {
     model_.sequences.clear();
     CompareAll();
     ASSERT_TRUE(CloseSession(spec.name, epoch_, false).ok());
-    EXPECT_EQ(HostBytes(), 0);
+    EXPECT_EQ(BlockBytes(), 0);
     EXPECT_EQ(DeviceBytes(), 0);
   }
 }

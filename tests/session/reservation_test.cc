@@ -231,6 +231,8 @@ TEST_F(ReservationTest, OptionsOfAManagerAreChecked) {
     return MetaOf(SessionManager::Create(options, device_.get()).status(), "field");
   };
   EXPECT_EQ(field({.hbm_budget_bytes = -1}), "hbm_budget_bytes");
+  EXPECT_EQ(field({.hbm_budget_bytes = 1000, .hbm_block_budget_bytes = 1000}),
+            "hbm_block_budget_bytes");
   EXPECT_EQ(field({.host_budget_bytes = -1}), "host_budget_bytes");
   EXPECT_EQ(field({.max_sessions = 0}), "max_sessions");
   EXPECT_EQ(field({.max_queued_calls_per_session = 0}), "max_queued_calls_per_session");
@@ -239,6 +241,7 @@ TEST_F(ReservationTest, OptionsOfAManagerAreChecked) {
   const auto defaults = SessionManager::Create({}, device_.get());
   ASSERT_TRUE(defaults.ok());
   EXPECT_EQ((*defaults)->options().hbm_budget_bytes, device_->info().total_memory_bytes / 4);
+  EXPECT_EQ((*defaults)->options().hbm_block_budget_bytes, 0) << "the CPU has no HBM";
   EXPECT_EQ((*defaults)->options().host_budget_bytes, device_->info().total_memory_bytes / 2);
 }
 

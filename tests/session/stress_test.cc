@@ -51,7 +51,9 @@ class Stress : public SessionFixture {
 };
 
 TEST_F(Stress, ManyThreadsOnOneSession) {
-  MakeManager({.host_budget_bytes = 100 * 4096, .max_queued_calls_per_session = 24});
+  MakeManager({.hbm_block_budget_bytes = 30 * 4096,
+               .host_budget_bytes = 70 * 4096,
+               .max_queued_calls_per_session = 24});
   SessionSpec spec = SmallSpec();
   spec.retention = absl::Hours(1);
   Open(spec);
@@ -214,7 +216,8 @@ TEST_F(Stress, ManyThreadsOnOneSession) {
   }
   ASSERT_TRUE(session.DropBlocks({{}, Ids(0, 64)}, true).ok());
   WaitUntilQuiet();
-  for (const char* name : {"a_g", "a_g_replacement", "running_state", "blocks.host"}) {
+  for (const char* name :
+       {"a_g", "a_g_replacement", "running_state", "blocks.hbm", "blocks.host"}) {
     EXPECT_EQ(Item(name).used_bytes, 0) << name;
   }
   EXPECT_EQ(HostBytes(), 0);
@@ -223,7 +226,7 @@ TEST_F(Stress, ManyThreadsOnOneSession) {
 // Sessions are opened, used and closed by several threads at once; every call ends, and nothing is
 // left.
 TEST_F(Stress, SessionsAreClosedUnderWork) {
-  MakeManager({.host_budget_bytes = 1 << 20, .max_sessions = 4});
+  MakeManager({.hbm_block_budget_bytes = 1 << 18, .host_budget_bytes = 1 << 20, .max_sessions = 4});
   const std::set<std::string> closing = {"SESSION_CLOSING", "SESSION_NOT_FOUND", "SESSION_DETACHED",
                                          "FENCED"};
   for (int i = 0; i < 3; ++i) {

@@ -1,6 +1,6 @@
 // What every slot store must do. A store's test instantiates the suite:
 //
-//   INSTANTIATE_TEST_SUITE_P(HostSlotStore, SlotStoreConformance,
+//   INSTANTIATE_TEST_SUITE_P(MemorySlotStore, SlotStoreConformance,
 //   ::testing::Values(SlotStoreMaker{...}));
 
 #ifndef TESTS_STORE_SLOT_STORE_CONFORMANCE_H_

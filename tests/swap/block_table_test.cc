@@ -10,7 +10,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "server/base/error.h"
-#include "server/store/host_slot_store.h"
+#include "server/store/memory_slot_store.h"
 #include "tests/base/resident_bytes.h"
 #include "tests/base/test_device.h"
 
@@ -22,14 +22,15 @@ using ::testing::ElementsAre;
 class BlockTableTest : public ::testing::Test {
  protected:
   void Make(int64_t num_layers, int64_t max_blocks, int64_t slot_bytes = 64,
-            int64_t budget_bytes = 0, int64_t row_bytes = 16) {
+            int64_t budget_bytes = 0, int64_t row_bytes = 16, int64_t hbm_budget_bytes = 0) {
     auto rows = RowPool::Create(num_layers * max_blocks + 8, row_bytes, &device_);
     ASSERT_TRUE(rows.ok()) << rows.status();
     rows_ = std::make_unique<RowPool>(*std::move(rows));
     first_ = device_.CreateStream(StreamPriority::kAttention);
     second_ = device_.CreateStream(StreamPriority::kCopy);
     table_ = std::make_unique<BlockTable>(
-        BlockTable::Options{num_layers, max_blocks, slot_bytes, budget_bytes}, &store_, rows_.get(),
+        BlockTable::Options{num_layers, max_blocks, slot_bytes, budget_bytes, hbm_budget_bytes},
+        BlockTable::Stores{hbm_.get(), &store_}, rows_.get(),
         std::vector<Stream*>{first_.get(), second_.get()});
     ASSERT_TRUE(table_->valid());
   }
@@ -43,7 +44,8 @@ class BlockTableTest : public ::testing::Test {
   }
 
   TestDevice device_{4};
-  HostSlotStore store_{{.budget_bytes = int64_t{1} << 30, .chunk_bytes = 1 << 20}, &device_};
+  MemorySlotStore store_{{.budget_bytes = int64_t{1} << 30, .chunk_bytes = 1 << 20}, &device_};
+  std::unique_ptr<MemorySlotStore> hbm_;  // null: none
   std::unique_ptr<RowPool> rows_;
   std::unique_ptr<Stream> first_, second_;
   std::unique_ptr<BlockTable> table_;
@@ -224,11 +226,55 @@ TEST_F(BlockTableTest, RoomIsTheSessionsBudgetOrTheStores) {
   EXPECT_EQ(MetaOf(full, "need_bytes"), "40960");
   EXPECT_EQ(MetaOf(full, "free_bytes"), "32768");
   EXPECT_EQ(MetaOf(full, "budget_bytes"), "40960");
-  table_->set_budget_bytes(4096);
+  table_->SetBudgets(4096, 0);
   EXPECT_EQ(table_->max_free_slots(), 0) << "less than is used already";
   EXPECT_EQ(MetaOf(table_->TakeSlots(absl::MakeSpan(slots)), "free_bytes"), "0");
-  table_->set_budget_bytes(0);
+  table_->SetBudgets(0, 0);
   EXPECT_EQ(table_->max_free_slots(), (int64_t{1} << 30) / 8192);
+}
+
+TEST_F(BlockTableTest, HbmIsUsedFirstAndHostMemoryThen) {
+  hbm_ = std::make_unique<MemorySlotStore>(
+      MemorySlotStoreOptions{.budget_bytes = 3 * 4096, .kind = MemoryKind::kDevice}, &device_);
+  ASSERT_TRUE(hbm_->TakeAll().ok());
+  Make(1, 64, 64, 4 * 4096);
+  EXPECT_EQ(table_->max_free_slots(), 7);
+  std::vector<std::byte*> slots(5), more(3), rest(2);
+  ASSERT_TRUE(table_->TakeSlots(absl::MakeSpan(slots)).ok());
+  for (int i = 0; i < 5; ++i) EXPECT_EQ(table_->InHbm(slots[i]), i < 3) << i;
+  EXPECT_EQ(table_->num_slots(), 5);
+  EXPECT_EQ(table_->num_hbm_slots(), 3);
+  // All or nothing, in both tiers.
+  EXPECT_EQ(ReasonOf(table_->TakeSlots(absl::MakeSpan(more))), "HOST_MEMORY");
+  EXPECT_EQ(table_->num_slots(), 5);
+  EXPECT_EQ(hbm_->used_bytes(), 3 * 4096);
+  table_->GiveSlots(absl::MakeConstSpan(slots).subspan(2));
+  EXPECT_EQ(table_->num_hbm_slots(), 2);
+  EXPECT_EQ(store_.used_bytes(), 0);
+  ASSERT_TRUE(table_->TakeSlots(absl::MakeSpan(rest)).ok());
+  EXPECT_TRUE(table_->InHbm(rest[0]));
+  EXPECT_FALSE(table_->InHbm(rest[1]));
+  table_->GiveSlots(rest);
+  table_->GiveSlots(absl::MakeConstSpan(slots).subspan(0, 2));
+  EXPECT_EQ(hbm_->used_bytes() + store_.used_bytes(), 0);
+}
+
+TEST_F(BlockTableTest, ASessionsOwnHbmBudgetHolds) {
+  hbm_ = std::make_unique<MemorySlotStore>(
+      MemorySlotStoreOptions{.budget_bytes = 64 * 4096, .kind = MemoryKind::kDevice}, &device_);
+  ASSERT_TRUE(hbm_->TakeAll().ok());
+  Make(1, 64, 64, 0, 16, 2 * 4096);
+  for (int i = 0; i < 4; ++i) Store(0, i);
+  EXPECT_EQ(table_->num_hbm_slots(), 2);
+  table_->SetBudgets(0, 0);
+  Store(0, 4);
+  EXPECT_EQ(table_->num_hbm_slots(), 3);
+  table_->SetBudgets(0, 4096);
+  Store(0, 5);
+  EXPECT_EQ(table_->num_hbm_slots(), 3) << "less than is used already";
+  table_->Drop(0, 0);
+  table_.reset();
+  EXPECT_EQ(hbm_->used_bytes() + store_.used_bytes(), 0);
 }
 
 // Entries, the store's and the pool's own bookkeeping; slots and rows are never touched, so they

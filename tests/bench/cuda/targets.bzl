@@ -8,7 +8,7 @@ def cuda_bench(name, enabled):
     """The program, for a machine with a GPU (./dev gpu-bench).
 
     Args:
-      name: of the program.
+      name: of the kernels' program; that of the sessions is session_bench.
       enabled: False: none.
     """
     if not enabled:
@@ -44,4 +44,17 @@ def cuda_bench(name, enabled):
         name = name,
         testonly = True,
         deps = [":%s_lib" % name],
+    )
+    sluice_cc_binary(
+        name = "session_bench",
+        testonly = True,
+        srcs = ["session_bench.cc"],
+        deps = [
+            "//kernels/cuda:cuda_device",
+            "//server/base:logging",
+            "//server/session",
+            "//server/session:session_impl",
+            "//tests/bench",
+            "@debian//:absl",
+        ],
     )
