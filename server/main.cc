@@ -4,8 +4,10 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <fstream>
 #include <memory>
 #include <string>
@@ -24,11 +26,20 @@
 #include "server/base/version.h"
 #include "server/config/flags.h"
 #include "server/config/options.h"
+#include "server/planted_faults.h"
 #include "server/rpc/rpc_server.h"
 #include "server/session/session_manager.h"
 
 namespace sluice {
 namespace {
+
+// Of a daemon whose device has failed: an internal error, as sysexits.h counts.
+constexpr int kDeviceFailedExit = 70;
+// The process sends it to itself then: who sees a device fail may hold any lock, and the thread
+// that waits for signals holds none.
+constexpr int kDeviceFailedSignal = SIGUSR2;
+// For the replies that say so, and for watchers of health.
+constexpr absl::Duration kDeviceFailedGrace = absl::Milliseconds(1500);
 
 SessionManagerOptions ManagerOptions(const DaemonOptions& options) {
   SessionManagerOptions to;
@@ -79,10 +90,24 @@ void RaiseFileLimit() {
   }
 }
 
+void OnDeviceFailure(const absl::Status&) { kill(getpid(), kDeviceFailedSignal); }
+
+// Nothing that waits for the device comes to an end by itself any more, so nothing is torn down.
+[[noreturn]] void EndWithFailedDevice(const absl::Status& failure, RpcServer* server) {
+  server->ReportNotServing();
+  LogError("the device failed; the daemon ends and has to be started again",
+           {{"failure", failure.message()},
+            {"grace_ms", absl::ToInt64Milliseconds(kDeviceFailedGrace)},
+            {"exit_code", kDeviceFailedExit}});
+  absl::SleepFor(kDeviceFailedGrace);
+  std::_Exit(kDeviceFailedExit);
+}
+
 absl::StatusOr<std::unique_ptr<Device>> CreateDevice(const DaemonOptions& options) {
   if (options.device.device != DeviceChoice::kCpu) {
     CudaDeviceOptions cuda;
     cuda.hbm_budget_bytes = options.memory.hbm_budget_bytes;
+    cuda.on_fatal = OnDeviceFailure;
     auto device = CreateCudaDevice(cuda);
     if (device.ok() || options.device.device == DeviceChoice::kCuda ||
         !absl::IsUnavailable(device.status())) {
@@ -96,7 +121,8 @@ absl::StatusOr<std::unique_ptr<Device>> CreateDevice(const DaemonOptions& option
 absl::Status Serve(const DaemonOptions& options, const sigset_t& end_signals) {
   const absl::Time start = absl::Now();
   RaiseFileLimit();
-  SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device, CreateDevice(options));
+  SLUICE_ASSIGN_OR_RETURN(std::unique_ptr<Device> plain_device, CreateDevice(options));
+  const std::unique_ptr<Device> device = PlantFaults(std::move(plain_device), OnDeviceFailure);
   const absl::Time device_ready = absl::Now();
   SLUICE_ASSIGN_OR_RETURN(const std::unique_ptr<SessionManager> manager,
                           SessionManager::Create(ManagerOptions(options), device.get()));
@@ -117,11 +143,15 @@ absl::Status Serve(const DaemonOptions& options, const sigset_t& end_signals) {
                       {"device_ms", absl::ToInt64Milliseconds(device_ready - start)},
                       {"memory_ms", absl::ToInt64Milliseconds(memory_ready - device_ready)}});
   int signal = 0;
-  sigwait(&end_signals, &signal);
+  do {
+    sigwait(&end_signals, &signal);
+    if (!device->status().ok()) EndWithFailedDevice(device->status(), server.get());
+  } while (signal == kDeviceFailedSignal);
   LogInfo("shutting down",
           {{"signal", signal}, {"grace_ms", absl::ToInt64Milliseconds(options.shutdown_grace)}});
   server->Shutdown(options.shutdown_grace);
   manager->Shutdown();
+  if (!device->status().ok()) EndWithFailedDevice(device->status(), server.get());
   LogInfo("bye");
   return absl::OkStatus();
 }
@@ -139,6 +169,7 @@ int Main(int argc, char** argv) {
   sigemptyset(&end_signals);
   sigaddset(&end_signals, SIGTERM);
   sigaddset(&end_signals, SIGINT);
+  sigaddset(&end_signals, kDeviceFailedSignal);
   pthread_sigmask(SIG_BLOCK, &end_signals, nullptr);
   signal(SIGPIPE, SIG_IGN);
   const absl::Status status = Serve(line.options, end_signals);

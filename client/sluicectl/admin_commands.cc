@@ -32,6 +32,7 @@ std::string ServerText(const v1::GetServerResponse& response) {
   fields.Add("instruction set", device.instruction_set());
   fields.Add("workers", absl::StrCat(device.num_workers()));
   fields.Add("device memory", HumanBytes(device.total_memory_bytes()));
+  if (!device.failure().empty()) fields.Add("device failure", device.failure());
   fields.Add("resident memory", HumanBytes(response.rss_bytes()));
   Table limit_table({"LIMIT", "VALUE"});
   limit_table.Add({"max_message_bytes", HumanBytes(limits.max_message_bytes())});

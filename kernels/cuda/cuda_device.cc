@@ -44,6 +44,7 @@ class CudaDevice final : public Device {
   ~CudaDevice() override = default;
 
   const DeviceInfo& info() const override { return info_; }
+  absl::Status status() const override { return cuda::Failure().status(); }
   absl::StatusOr<Buffer> Reserve(MemoryKind kind, int64_t bytes) override {
     return cuda::ReserveMemory(kind, bytes);
   }
@@ -78,8 +79,12 @@ absl::StatusOr<std::unique_ptr<Device>> CreateCudaDevice(const CudaDeviceOptions
                      " (0 or more is allowed), num_completion_threads is ",
                      options.num_completion_threads, " (1 or more)"));
   }
+  if (cuda::Failed()) return cuda::Failure().status();
   // Streams share this many queues into the GPU; in a queue, one that waits holds the others up.
   setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", /*overwrite=*/0);
+  // Kernels are loaded now. Later on that takes memory which may be out, and may wait for a stream
+  // that waits for a host task, for ever where the task needs a lock of the thread that launches.
+  setenv("CUDA_MODULE_LOADING", "EAGER", /*overwrite=*/0);
   int num_devices = 0;
   absl::Status status = cuda::ToStatus(cudaGetDeviceCount(&num_devices), "cudaGetDeviceCount");
   // A program that finds no driver, or one that does not fit, finds no GPU.
@@ -106,7 +111,7 @@ absl::StatusOr<std::unique_ptr<Device>> CreateCudaDevice(const CudaDeviceOptions
                                NumaNode());
   }
   if (!status.ok()) return status;
-  cuda::SetFatalHandler(options.on_fatal);
+  cuda::ListenForFailure(options.on_fatal);
   DeviceInfo info;
   info.kind = "cuda";
   info.instruction_set = absl::StrCat("sm_", properties.major, properties.minor);

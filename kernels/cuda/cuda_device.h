@@ -22,13 +22,14 @@ struct CudaDeviceOptions {
   int64_t hbm_budget_bytes = 0;
   // Threads that run host tasks; at least 1. Where one is held up, others go on.
   int num_completion_threads = 2;
-  // Told once, from any thread, of a CUDA error after which nothing works any more. Where it is not
-  // given, or returns, the process ends.
+  // Told once of the error after which nothing works any more (Device::status), with the place in
+  // the source that saw it; by any thread, whatever locks it holds: it must be short, must not
+  // block and must not call the device. Where it is not given, the process ends with 70.
   std::function<void(const absl::Status&)> on_fatal;
 };
 
-// The first GPU that CUDA_VISIBLE_DEVICES leaves. UNAVAILABLE where there is none that can be used.
-// At most one device is alive at a time.
+// The first GPU that CUDA_VISIBLE_DEVICES leaves. UNAVAILABLE where there is none that can be used,
+// or where it has failed in this process. At most one device is alive at a time.
 [[nodiscard]] absl::StatusOr<std::unique_ptr<Device>> CreateCudaDevice(
     const CudaDeviceOptions& options);
 

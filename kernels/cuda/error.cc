@@ -2,17 +2,20 @@
 
 #include <cstdio>
 #include <cstdlib>
-#include <mutex>
+#include <functional>
+#include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/cuda/driver.h"
 
 namespace sluice::cuda {
 namespace {
 
-std::mutex handler_mutex;
-std::function<void(const absl::Status&)> fatal_handler;
+void EndProcess(const absl::Status& failure) {
+  std::fprintf(stderr, "the GPU failed: %s\n", std::string(failure.message()).c_str());
+  std::fflush(stderr);
+  std::_Exit(70);
+}
 
 }  // namespace
 
@@ -38,26 +41,36 @@ absl::Status ToStatus(cudaError_t error, const char* what) {
 
 absl::Status ToStatus(CUresult result, const char* what) {
   if (result == CUDA_SUCCESS) return absl::OkStatus();
-  const std::string message = absl::StrCat(what, ": driver error ", static_cast<int>(result));
+  // Driver and runtime count errors alike.
+  const auto error = static_cast<cudaError_t>(result);
+  const std::string message =
+      absl::StrCat(what, ": ", cudaGetErrorName(error), ": ", cudaGetErrorString(error));
   if (result == CUDA_ERROR_OUT_OF_MEMORY) return absl::ResourceExhaustedError(message);
   return absl::InternalError(message);
 }
 
-void SetFatalHandler(std::function<void(const absl::Status&)> handler) {
-  std::lock_guard<std::mutex> lock(handler_mutex);
-  fatal_handler = std::move(handler);
+DeviceFailure& Failure() {
+  static DeviceFailure* const failure = new DeviceFailure;
+  return *failure;
 }
 
-void Fatal(const absl::Status& status, const char* file, int line) {
-  std::function<void(const absl::Status&)> handler;
-  {
-    std::lock_guard<std::mutex> lock(handler_mutex);
-    handler = std::exchange(fatal_handler, nullptr);
+void ListenForFailure(std::function<void(const absl::Status&)> listener) {
+  Failure().Listen(listener ? std::move(listener) : EndProcess);
+}
+
+void Fail(const absl::Status& status, const char* file, int line) {
+  Failure().Set(absl::UnavailableError(absl::StrCat(file, ":", line, ": ", status.message())));
+}
+
+absl::Status Answer(const absl::Status& status, const char* file, int line) {
+  if (status.ok()) return status;
+  if (absl::IsResourceExhausted(status)) {
+    // Or the next launch would seem to have failed.
+    (void)cudaGetLastError();
+    return status;
   }
-  std::fprintf(stderr, "%s:%d: CUDA failed: %s\n", file, line, status.ToString().c_str());
-  std::fflush(stderr);
-  if (handler) handler(status);
-  std::_Exit(70);
+  Fail(status, file, line);
+  return Failure().status();
 }
 
 }  // namespace sluice::cuda

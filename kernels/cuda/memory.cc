@@ -42,6 +42,13 @@ absl::Status NoMemory(const char* kind, int64_t bytes) {
   return absl::ResourceExhaustedError(absl::StrCat("no ", kind, " for ", bytes, " bytes"));
 }
 
+cudaError_t Pin(void* data, int64_t bytes) {
+  const cudaError_t error =
+      cudaHostRegister(data, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
+  // What the kernel's refusal to pin comes as.
+  return error == cudaErrorOperatingSystem ? cudaErrorMemoryAllocation : error;
+}
+
 // Address space with committed granules.
 struct Range {
   MemoryKind kind = MemoryKind::kDevice;
@@ -81,8 +88,11 @@ class Memory {
       for (auto& pool : pools) pool.clear();
     }
     slabs_.clear();
-    while (!ranges_.empty()) FreeRange(ranges_.begin());
-    for (const CUmemGenericAllocationHandle handle : spare_handles_) driver().release(handle);
+    while (!ranges_.empty()) EndRange(Unlink(ranges_.begin()));
+    kept_host_.clear();
+    for (const CUmemGenericAllocationHandle handle : spare_handles_) {
+      SLUICE_CUDA_CHECK(driver().release(handle));
+    }
     spare_handles_.clear();
     num_granules_ = 0;
   }
@@ -111,7 +121,7 @@ class Memory {
       if (!slab.ok()) return slab;
       absl::Status committed = CommitRange(ranges_.find(*slab), 0, slab_bytes);
       if (!committed.ok()) {
-        FreeRange(ranges_.find(*slab));
+        EndRange(Unlink(ranges_.find(*slab)));
         return committed;
       }
       slabs_.push_back(*slab);
@@ -134,10 +144,23 @@ class Memory {
   }
 
   void Release(std::byte* data, int64_t bytes) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
+    // Who knows what still writes there.
+    if (Failed()) return;
     const auto piece = pieces_.find(data);
     if (piece == pieces_.end()) {
-      FreeRange(ranges_.find(data));
+      const auto range = ranges_.find(data);
+      SLUICE_CHECK(range != ranges_.end());
+      if (range->second->kind == MemoryKind::kHost) {
+        // Unpinning waits for the GPU, which may wait for a host task, which may wait for us.
+        kept_host_.emplace(range->second->bytes, data);
+        return;
+      }
+      Unlinked unlinked = Unlink(range);
+      lock.unlock();
+      Unmap(unlinked);
+      lock.lock();
+      TakeBack(unlinked);
       return;
     }
     int log2 = kMinClassLog2;
@@ -146,8 +169,9 @@ class Memory {
     pieces_.erase(piece);
   }
 
+  // Asked for each operation; never waits for a call of CUDA's.
   bool InRange(const void* data, int64_t bytes, bool whole) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard<std::mutex> lock(index_mutex_);
     auto* at = static_cast<std::byte*>(const_cast<void*>(data));
     auto it = ranges_.upper_bound(at);
     if (it == ranges_.begin()) return false;
@@ -159,6 +183,7 @@ class Memory {
 
  private:
   using Ranges = std::map<std::byte*, std::unique_ptr<Range>>;
+  using Unlinked = Ranges::node_type;
 
   int64_t GranuleBytes(MemoryKind kind) const {
     return kind == MemoryKind::kDevice ? granule_bytes_ : kHostGranuleBytes;
@@ -171,8 +196,19 @@ class Memory {
     range->kind = kind;
     range->bytes = RoundUp(bytes, unit);
     std::byte* data = nullptr;
+    if (kind == MemoryKind::kHost) {
+      // The smallest that was given back and is not far too large.
+      const auto kept = kept_host_.lower_bound(range->bytes);
+      if (kept != kept_host_.end() && kept->first <= 2 * range->bytes) {
+        data = kept->second;
+        kept_host_.erase(kept);
+        *reserved_bytes = range->bytes;
+        return data;
+      }
+    }
     if (kind == MemoryKind::kDevice) {
       CUdeviceptr address = 0;
+      if (Failed()) return Failure().status();
       if (driver().address_reserve(&address, range->bytes, unit, 0, 0) != CUDA_SUCCESS) {
         return NoMemory("device address space", bytes);
       }
@@ -188,6 +224,7 @@ class Memory {
     range->committed.resize(range->bytes / unit);
     if (kind == MemoryKind::kDevice) range->handles.resize(range->bytes / unit);
     *reserved_bytes = range->bytes;
+    std::lock_guard<std::mutex> lock(index_mutex_);
     ranges_.emplace(data, std::move(range));
     return data;
   }
@@ -226,21 +263,21 @@ class Memory {
       return absl::ResourceExhaustedError(
           absl::StrCat("the GPU's budget of ", budget_bytes_, " bytes is spent"));
     }
-    absl::Status status = ToStatus(
-        driver().create(handle, num_granules * granule_bytes_, &property_, 0), "cuMemCreate");
+    absl::Status status =
+        SLUICE_CUDA_TRY(driver().create(handle, num_granules * granule_bytes_, &property_, 0));
     if (status.ok()) num_granules_ += num_granules;
     return status;
   }
 
   absl::Status Map(std::byte* at, int64_t bytes, CUmemGenericAllocationHandle handle) {
     const auto address = reinterpret_cast<CUdeviceptr>(at);
-    absl::Status status = ToStatus(driver().map(address, bytes, 0, handle, 0), "cuMemMap");
+    absl::Status status = SLUICE_CUDA_TRY(driver().map(address, bytes, 0, handle, 0));
     if (!status.ok()) return status;
     CUmemAccessDesc access = {};
     access.location = property_.location;
     access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-    status = ToStatus(driver().set_access(address, bytes, &access, 1), "cuMemSetAccess");
-    if (!status.ok()) driver().unmap(address, bytes);
+    status = SLUICE_CUDA_TRY(driver().set_access(address, bytes, &access, 1));
+    if (!status.ok()) SLUICE_CUDA_CHECK(driver().unmap(address, bytes));
     return status;
   }
 
@@ -252,7 +289,7 @@ class Memory {
       if (!status.ok()) return status;
       status = Map(data + first * granule_bytes_, large * granule_bytes_, handle);
       if (!status.ok()) {
-        driver().release(handle);
+        SLUICE_CUDA_CHECK(driver().release(handle));
         num_granules_ -= large;
         return status;
       }
@@ -298,42 +335,60 @@ class Memory {
     std::byte* at = data + first * kHostGranuleBytes;
     const int64_t bytes = (last - first) * kHostGranuleBytes;
     Touch(at, bytes);
-    const cudaError_t error =
-        cudaHostRegister(at, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
-    if (error != cudaSuccess) {
-      (void)cudaGetLastError();
-      return NoMemory("pinned host memory", bytes);
-    }
+    const absl::Status status = SLUICE_CUDA_TRY(Pin(at, bytes));
+    if (absl::IsResourceExhausted(status)) return NoMemory("pinned host memory", bytes);
+    if (!status.ok()) return status;
     range.registered.push_back(at);
     for (int64_t granule = first; granule < last; ++granule) range.committed[granule] = true;
     return absl::OkStatus();
   }
 
-  void FreeRange(Ranges::iterator it) {
+  Unlinked Unlink(Ranges::iterator it) {
     SLUICE_CHECK(it != ranges_.end());
-    Range& range = *it->second;
-    if (range.kind == MemoryKind::kDevice) {
-      for (size_t granule = 0; granule < range.committed.size(); ++granule) {
-        if (range.handles[granule] == 0) continue;
-        driver().unmap(reinterpret_cast<CUdeviceptr>(it->first + granule * granule_bytes_),
-                       granule_bytes_);
-        spare_handles_.push_back(range.handles[granule]);
-      }
-      for (const Range::LargeRun& run : range.large_runs) {
-        driver().unmap(reinterpret_cast<CUdeviceptr>(it->first + run.first * granule_bytes_),
-                       run.count * granule_bytes_);
-        driver().release(run.handle);
-        num_granules_ -= run.count;
-      }
-      driver().address_free(reinterpret_cast<CUdeviceptr>(it->first), range.bytes);
-    } else {
-      for (std::byte* start : range.registered) cudaHostUnregister(start);
-      munmap(it->first, range.bytes);
+    std::lock_guard<std::mutex> lock(index_mutex_);
+    return ranges_.extract(it);
+  }
+
+  // The end of a range in three steps, of which the middle one needs no lock: Unlink, Unmap,
+  // TakeBack. On a failed device it stays where it is.
+  void Unmap(const Unlinked& unlinked) {
+    std::byte* const data = unlinked.key();
+    const Range& range = *unlinked.mapped();
+    if (Failed()) return;
+    if (range.kind == MemoryKind::kHost) {
+      for (std::byte* start : range.registered) SLUICE_CUDA_CHECK(cudaHostUnregister(start));
+      munmap(data, range.bytes);
+      return;
     }
-    ranges_.erase(it);
+    const auto unmap = [&](int64_t granule, int64_t count) {
+      SLUICE_CUDA_CHECK(driver().unmap(
+          reinterpret_cast<CUdeviceptr>(data + granule * granule_bytes_), count * granule_bytes_));
+    };
+    for (size_t granule = 0; granule < range.handles.size(); ++granule) {
+      if (range.handles[granule] != 0) unmap(static_cast<int64_t>(granule), 1);
+    }
+    for (const Range::LargeRun& run : range.large_runs) {
+      unmap(run.first, run.count);
+      SLUICE_CUDA_CHECK(driver().release(run.handle));
+    }
+    SLUICE_CUDA_CHECK(driver().address_free(reinterpret_cast<CUdeviceptr>(data), range.bytes));
+  }
+  void TakeBack(const Unlinked& unlinked) {
+    const Range& range = *unlinked.mapped();
+    for (const CUmemGenericAllocationHandle handle : range.handles) {
+      if (handle != 0) spare_handles_.push_back(handle);
+    }
+    for (const Range::LargeRun& run : range.large_runs) num_granules_ -= run.count;
+  }
+  // With the lock, where nothing runs.
+  void EndRange(const Unlinked& unlinked) {
+    Unmap(unlinked);
+    TakeBack(unlinked);
   }
 
   std::mutex mutex_;
+  // Of ranges_, beside mutex_ where they change; alone where they are only looked at.
+  std::mutex index_mutex_;
   CUmemAllocationProp property_ = {};
   int64_t granule_bytes_ = 2 << 20;
   int64_t budget_bytes_ = 0;
@@ -341,6 +396,7 @@ class Memory {
   int numa_node_ = -1;
   std::vector<CUmemGenericAllocationHandle> spare_handles_;
   Ranges ranges_;
+  std::multimap<int64_t, std::byte*> kept_host_;  // ranges given back, by bytes; still pinned
   std::vector<std::byte*> slabs_;
   std::map<std::byte*, MemoryKind> pieces_;  // live pieces of slabs
   std::vector<std::byte*> free_[2][kNumClasses];

@@ -7,7 +7,6 @@
 #include "kernels/cuda/driver.h"
 #include "kernels/cuda/error.h"
 #include "kernels/cuda/memory.h"
-#include "kernels/ops/check.h"
 
 namespace sluice::cuda {
 namespace {
@@ -16,6 +15,8 @@ constexpr int64_t kWordPageBytes = 64 << 10;
 constexpr int64_t kWordStrideBytes = 64;
 constexpr int64_t kArenaBytes = 1 << 20;
 constexpr int64_t kUploadAlignment = 256;
+// What operations that share a MakeRoom may lose to alignment.
+constexpr int64_t kAlignmentBytes = 16 * kUploadAlignment;
 constexpr int64_t kErrorRounds = 512;
 constexpr std::chrono::microseconds kIdleWatch(100);
 
@@ -42,22 +43,23 @@ class Patience {
 
 // ------------------------------------------------------------------ words
 
-WordPool::Word WordPool::Take() {
+absl::Status WordPool::Take(Word* word) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (free_.empty()) {
     absl::StatusOr<Buffer> page = ReserveMemory(MemoryKind::kHost, kWordPageBytes);
-    SLUICE_CHECK(page.ok());
-    SLUICE_CHECK(CommitMemory(*page, 0, kWordPageBytes).ok());
+    if (!page.ok()) return page.status();
+    absl::Status committed = CommitMemory(*page, 0, kWordPageBytes);
+    if (!committed.ok()) return committed;
     for (int64_t at = 0; at < kWordPageBytes; at += kWordStrideBytes) {
-      auto* word = reinterpret_cast<volatile uint64_t*>(page->data() + at);
-      *word = 0;
-      free_.push_back(word);
+      auto* value = reinterpret_cast<volatile uint64_t*>(page->data() + at);
+      *value = 0;
+      free_.push_back(value);
     }
     pages_.push_back(*std::move(page));
   }
-  volatile uint64_t* word = free_.back();
+  *word = {free_.back(), *free_.back()};
   free_.pop_back();
-  return {word, *word};
+  return absl::OkStatus();
 }
 
 void WordPool::Give(volatile uint64_t* word) {
@@ -148,25 +150,41 @@ void CompletionThreads::Run() {
 // ------------------------------------------------------------------ streams
 
 CudaStream::CudaStream(StreamPriority priority, WordPool* words, CompletionThreads* completions)
-    : words_(words), completions_(completions), word_(words->Take()), gate_(words->Take()) {
+    : words_(words), completions_(completions) {
+  created_ = Create(priority);
+}
+
+absl::Status CudaStream::Create(StreamPriority priority) {
+  absl::Status status = words_->Take(&word_);
+  if (status.ok()) status = words_->Take(&gate_);
   int least = 0;
   int greatest = 0;
-  SLUICE_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-  SLUICE_CUDA_CHECK(cudaStreamCreateWithPriority(
-      &stream_, cudaStreamNonBlocking, priority == StreamPriority::kAttention ? greatest : least));
+  if (status.ok()) {
+    status = SLUICE_CUDA_TRY(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+  }
+  if (status.ok()) {
+    status = SLUICE_CUDA_TRY(
+        cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking,
+                                     priority == StreamPriority::kAttention ? greatest : least));
+  }
+  return status;
 }
 
 CudaStream::~CudaStream() {
   Synchronize();
   completions_->WaitUntilLeft(this);
-  // Waits for other streams may be the last thing on it.
-  SLUICE_CUDA_CHECK(cudaStreamSynchronize(stream_));
-  SLUICE_CUDA_CHECK(cudaStreamDestroy(stream_));
-  words_->Give(word_.value);
-  words_->Give(gate_.value);
+  if (stream_ != nullptr) {
+    // Waits for other streams may be the last thing on it.
+    SLUICE_CUDA_CHECK(cudaStreamSynchronize(stream_));
+    SLUICE_CUDA_CHECK(cudaStreamDestroy(stream_));
+  }
+  for (const WordPool::Word& word : {word_, gate_}) {
+    if (word.value != &no_word_) words_->Give(word.value);
+  }
 }
 
 StreamPosition CudaStream::Reached() const {
+  if (!works()) return enqueued();
   const StreamPosition reached = *word_.value - word_.base;
   std::atomic_thread_fence(std::memory_order_acquire);
   return reached;
@@ -182,7 +200,7 @@ void CudaStream::BeforeWork() {
 
 void CudaStream::WriteWord() {
   const StreamPosition newest = enqueued_.load(std::memory_order_relaxed);
-  if (written_ >= newest) return;
+  if (written_ >= newest || !works()) return;
   SLUICE_CUDA_CHECK(driver().write_value(
       stream_, reinterpret_cast<CUdeviceptr>(const_cast<uint64_t*>(word_.value)),
       word_.base + newest, CU_STREAM_WRITE_VALUE_DEFAULT));
@@ -192,7 +210,7 @@ void CudaStream::WriteWord() {
 StreamPosition CudaStream::Enqueue(HostTask* task) {
   std::lock_guard<std::mutex> lock(mutex_);
   WriteWord();
-  if (waits_for_other_) {
+  if (waits_for_other_ && works()) {
     // The word does not tell whether the GPU has passed a wait; the gate does.
     SLUICE_CUDA_CHECK(driver().write_value(
         stream_, reinterpret_cast<CUdeviceptr>(const_cast<uint64_t*>(gate_.value)),
@@ -222,7 +240,7 @@ StreamPosition CudaStream::completed() const {
 
 void CudaStream::WaitFor(Stream& other, StreamPosition position) {
   CudaStream& source = From(other);
-  if (&source == this || source.Reached() >= position) return;
+  if (&source == this || source.Reached() >= position || !works()) return;
   {
     std::lock_guard<std::mutex> lock(source.mutex_);
     if (source.written_ < position) source.WriteWord();
@@ -251,12 +269,13 @@ void CudaStream::Synchronize() {
 }
 
 void CudaStream::CheckForError() {
+  if (!works()) return;
   const cudaError_t error = cudaStreamQuery(stream_);
   if (error != cudaErrorNotReady) SLUICE_CUDA_CHECK(error);
 }
 
 bool CudaStream::IsReady(StreamPosition needs, uint64_t gate) const {
-  return Reached() >= needs && *gate_.value - gate_.base >= gate;
+  return Reached() >= needs && (*gate_.value - gate_.base >= gate || !works());
 }
 
 bool CudaStream::FrontIsReady() const {
@@ -287,25 +306,16 @@ void CudaStream::RunTasks() {
   }
 }
 
-Upload CudaStream::TakeUpload(int64_t bytes) {
-  bytes = (bytes + kUploadAlignment - 1) / kUploadAlignment * kUploadAlignment;
-  const StreamPosition position = enqueued_.load(std::memory_order_relaxed) + 1;
+absl::Status CudaStream::FindRoom(int64_t bytes) {
   const auto fits = [&](Arena& arena) { return arena.host.bytes() - arena.used_bytes >= bytes; };
-  const auto take = [&](size_t index) -> Upload {
-    Arena& arena = *arenas_[index];
-    current_arena_ = index;
-    const int64_t at = arena.used_bytes;
-    arena.used_bytes += bytes;
-    arena.last_position = position;
-    return {arena.host.data() + at, arena.device.data() + at};
-  };
-  if (current_arena_ < arenas_.size() && fits(*arenas_[current_arena_]))
-    return take(current_arena_);
+  if (current_arena_ < arenas_.size() && fits(*arenas_[current_arena_])) return absl::OkStatus();
   const StreamPosition reached = Reached();
   for (size_t i = 0; i < arenas_.size(); ++i) {
     if (arenas_[i]->last_position > reached) continue;
     arenas_[i]->used_bytes = 0;
-    if (fits(*arenas_[i])) return take(i);
+    if (!fits(*arenas_[i])) continue;
+    current_arena_ = i;
+    return absl::OkStatus();
   }
   // What was used up is free once the word says so: have it written.
   WriteWord();
@@ -316,11 +326,33 @@ Upload CudaStream::TakeUpload(int64_t bytes) {
     absl::StatusOr<Buffer> reserved = ReserveMemory(kind, arena_bytes);
     absl::Status status = reserved.status();
     if (status.ok()) status = CommitMemory(*reserved, 0, arena_bytes);
-    if (!status.ok()) Fatal(status, __FILE__, __LINE__);
+    if (!status.ok()) return status;
     *buffer = *std::move(reserved);
   }
   arenas_.push_back(std::move(arena));
-  return take(arenas_.size() - 1);
+  current_arena_ = arenas_.size() - 1;
+  return absl::OkStatus();
+}
+
+absl::Status CudaStream::MakeRoom(int64_t array_bytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (Failed()) return Failure().status();
+  if (!created_.ok()) return created_;
+  return FindRoom(array_bytes + kAlignmentBytes);
+}
+
+Upload CudaStream::TakeUpload(int64_t bytes) {
+  bytes = (bytes + kUploadAlignment - 1) / kUploadAlignment * kUploadAlignment;
+  if (absl::Status status = FindRoom(bytes); !status.ok()) {
+    Fail(status, __FILE__, __LINE__);
+    no_arena_.resize(bytes);
+    return {no_arena_.data(), no_arena_.data()};
+  }
+  Arena& arena = *arenas_[current_arena_];
+  const int64_t at = arena.used_bytes;
+  arena.used_bytes += bytes;
+  arena.last_position = enqueued_.load(std::memory_order_relaxed) + 1;
+  return {arena.host.data() + at, arena.device.data() + at};
 }
 
 }  // namespace sluice::cuda

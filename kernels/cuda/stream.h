@@ -7,6 +7,9 @@
 // and no thread waits for one call. Completion threads watch the words of streams that have host
 // tasks.
 //
+// A stream of a failed device (error.h), and one for which there was no memory when it was created,
+// does nothing: it counts everything as complete and runs host tasks through.
+//
 // Threads: every public method may be called from any thread.
 
 #ifndef KERNELS_CUDA_STREAM_H_
@@ -24,6 +27,8 @@
 #include <thread>
 #include <vector>
 
+#include "absl/status/status.h"
+#include "kernels/cuda/error.h"
 #include "kernels/device/device.h"
 
 namespace sluice::cuda {
@@ -64,7 +69,7 @@ class WordPool {
     volatile uint64_t* value;
     uint64_t base;  // what position 0 of the new owner reads
   };
-  Word Take();
+  [[nodiscard]] absl::Status Take(Word* word);
   void Give(volatile uint64_t* word);
 
  private:
@@ -90,6 +95,7 @@ class CudaStream final : public Stream {
   StreamPosition enqueued() const override { return enqueued_.load(std::memory_order_acquire); }
   StreamPosition completed() const override;
   void WaitFor(Stream& other, StreamPosition position) override;
+  absl::Status MakeRoom(int64_t array_bytes) override;
   void Synchronize() override;
 
   // One operation of kernels/ops: `launch(cudaStream_t)` puts it on the stream. It may call
@@ -97,11 +103,14 @@ class CudaStream final : public Stream {
   template <typename Launch>
   StreamPosition Submit(const Launch& launch) {
     std::lock_guard<std::mutex> lock(mutex_);
-    BeforeWork();
-    launch(stream_);
+    if (works()) {
+      BeforeWork();
+      launch(stream_);
+    }
     return ++enqueued_;
   }
-  // Inside Submit's launch.
+  // Inside Submit's launch. Where memory is out, which MakeRoom is to prevent, the device fails,
+  // and what is returned is good for nothing but being written to.
   Upload TakeUpload(int64_t bytes);
 
  private:
@@ -119,7 +128,11 @@ class CudaStream final : public Stream {
     StreamPosition last_position = 0;
   };
 
+  [[nodiscard]] absl::Status Create(StreamPriority priority);
+  bool works() const { return created_.ok() && !Failed(); }
   StreamPosition Reached() const;
+  // With the lock: makes an arena with so much room the current one.
+  [[nodiscard]] absl::Status FindRoom(int64_t bytes);
   // With the lock: makes the stream wait for a host task that later work must follow.
   void BeforeWork();
   // With the lock: has the GPU write the word up to the newest operation.
@@ -135,8 +148,11 @@ class CudaStream final : public Stream {
 
   WordPool* const words_;
   CompletionThreads* const completions_;
-  WordPool::Word word_;
-  WordPool::Word gate_;  // counts the waits that a host task follows, as the GPU has passed them
+  absl::Status created_;  // as the constructor found it
+  WordPool::Word word_ = {&no_word_, 0};
+  // Counts the waits that a host task follows, as the GPU has passed them.
+  WordPool::Word gate_ = {&no_word_, 0};
+  volatile uint64_t no_word_ = 0;
   cudaStream_t stream_ = nullptr;
 
   mutable std::mutex mutex_;
@@ -152,6 +168,7 @@ class CudaStream final : public Stream {
   std::atomic<uint64_t> front_gate_{0};
   std::vector<std::unique_ptr<Arena>> arenas_;
   size_t current_arena_ = 0;
+  std::vector<std::byte> no_arena_;
 };
 
 }  // namespace sluice::cuda

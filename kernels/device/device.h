@@ -106,6 +106,14 @@ class Stream {
   // `position`, which must have been enqueued there; does not block. `other` may be destroyed
   // before this stream gets there.
   virtual void WaitFor(Stream& other, StreamPosition position) = 0;
+  // Makes sure that operations can be enqueued whose arrays (tables of addresses, lists of copies,
+  // queries) have `array_bytes` in all, without memory being taken then. RESOURCE_EXHAUSTED where
+  // it is out, UNAVAILABLE on a failed device. Operations do without this as long as memory is
+  // there; where it is out when one is enqueued, the device fails.
+  [[nodiscard]] virtual absl::Status MakeRoom(int64_t array_bytes) {
+    (void)array_bytes;
+    return absl::OkStatus();
+  }
   // Blocks the calling thread until everything enqueued so far is complete. For tests, tools and
   // shutdown; never called on an RPC thread.
   virtual void Synchronize() = 0;
@@ -138,9 +146,15 @@ class Device {
 
   virtual const DeviceInfo& info() const = 0;
 
+  // OK while the device works. Else UNAVAILABLE, for good, with the place that saw it fail: nothing
+  // more is computed, every stream counts everything as complete and host tasks run through, so
+  // that their owners can say so. Who has seen work complete and then an OK status here has sound
+  // results.
+  virtual absl::Status status() const { return absl::OkStatus(); }
+
   // Address space for `bytes` of memory, aligned to 4,096. Pages cost memory from the moment that
   // Commit covers them (or, on the CPU device, when first touched). RESOURCE_EXHAUSTED when the
-  // address space is not to be had.
+  // address space is not to be had; UNAVAILABLE, here and below, on a failed device.
   [[nodiscard]] virtual absl::StatusOr<Buffer> Reserve(MemoryKind kind, int64_t bytes) = 0;
   // Makes [offset, offset + bytes) of a reserved buffer usable. Repeating it is harmless.
   // RESOURCE_EXHAUSTED when memory is out; what was committed before stays usable.

@@ -72,6 +72,8 @@ absl::string_view ReasonName(Reason reason) {
       return "DEADLINE_EXCEEDED";
     case Reason::kShuttingDown:
       return "SHUTTING_DOWN";
+    case Reason::kDeviceFailed:
+      return "DEVICE_FAILED";
     case Reason::kInternal:
       return "INTERNAL";
   }

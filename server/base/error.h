@@ -55,6 +55,7 @@ enum class Reason {
   kCancelled,          // CANCELLED
   kDeadlineExceeded,   // DEADLINE_EXCEEDED
   kShuttingDown,       // UNAVAILABLE; retry
+  kDeviceFailed,       // UNAVAILABLE: the GPU is broken and the daemon ends; another one starts
   kInternal,           // INTERNAL: a broken invariant of the daemon
 };
 

@@ -116,6 +116,7 @@ class AdminServiceImpl final : public Base {
     description->set_instruction_set(device.instruction_set);
     description->set_num_workers(device.num_workers);
     description->set_total_memory_bytes(device.total_memory_bytes);
+    description->set_failure(std::string(context_.sessions().DeviceStatus().message()));
     v1::ServerLimits* const limits = response->mutable_limits();
     limits->set_max_message_bytes(context_.admission().max_message_bytes());
     limits->set_max_inflight_bytes(context_.admission().max_inflight_bytes());

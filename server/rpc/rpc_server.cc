@@ -85,6 +85,7 @@ class RpcServerImpl final : public RpcServer {
 
   absl::Status Listen();
   int port() const override { return port_; }
+  void ReportNotServing() override { server_->GetHealthCheckService()->SetServingStatus(false); }
   void Shutdown(absl::Duration grace) override;
 
  private:
@@ -155,7 +156,7 @@ absl::Status RpcServerImpl::Listen() {
 void RpcServerImpl::Shutdown(absl::Duration grace) {
   std::call_once(shut_down_, [&] {
     if (server_ == nullptr) return;
-    server_->GetHealthCheckService()->SetServingStatus(false);
+    ReportNotServing();
     context_.admission().Drain();
     if (!context_.admission().WaitIdle(grace) && grace > absl::ZeroDuration()) {
       LogWarning("calls are cancelled that were not done within the grace",

@@ -60,6 +60,10 @@ class RpcServer {
   // The TCP port; 0 without TCP.
   virtual int port() const = 0;
 
+  // Health turns to NOT_SERVING for every service, for good; nothing else changes. For a device
+  // that has failed.
+  virtual void ReportNotServing() = 0;
+
   // Health turns to NOT_SERVING, new work is refused with UNAVAILABLE SHUTTING_DOWN, work in hand
   // is finished and answered within `grace`, the rest is cancelled. Blocks. A second call does
   // nothing.

@@ -19,9 +19,6 @@ namespace {
 // So many entries are asked for ahead of use.
 constexpr int64_t kPrefetchBlocks = 16;
 
-// Told to the queue alone: an offload fills a block that this step writes.
-absl::Status WaitForOffload() { return absl::UnavailableError(""); }
-
 }  // namespace
 
 struct DecodeCall::Work {
@@ -52,6 +49,7 @@ class DecodeStepBuilder {
  private:
   absl::Status CheckSequence(const DecodeSequence& sequence) const;
   absl::Status CheckWriters() const;
+  int64_t ArrayBytes() const;
   uint32_t BlockAt(const DecodeSequence& sequence, int64_t index, bool* known) const;
   absl::Status PlanSequence(const DecodeSequence& sequence, int64_t first_row);
   absl::Status ReadTable(const SequenceState& state, const DecodeSequence& sequence);
@@ -179,6 +177,17 @@ absl::Status DecodeStepBuilder::CheckWriters() const {
   return absl::OkStatus();
 }
 
+// What the step's operations read beside tensors, at most: q, lists of copies, tables, units.
+int64_t DecodeStepBuilder::ArrayBytes() const {
+  int64_t bytes = call_.q.bytes;
+  for (const DecodeSequence& sequence : call_.sequences) {
+    const int64_t num_written = sequence.query_tokens / session_.spec_.block_tokens + 2;
+    bytes += session_.AttendArrayBytes(sequence.context_tokens, sequence.query_tokens) +
+             num_written * static_cast<int64_t>(sizeof(TokenCopy) + sizeof(ProjectBlock));
+  }
+  return bytes;
+}
+
 absl::Status DecodeStepBuilder::Stage() {
   const SessionSpec& spec = session_.spec_;
   staging_.Begin();
@@ -191,7 +200,7 @@ absl::Status DecodeStepBuilder::Stage() {
   const int64_t lse_bytes = call_.return_lse ? call_.rows * spec.num_query_heads * 4 : 0;
   work_.out_offset = staging_.Add(out_bytes);
   work_.lse_offset = staging_.Add(lse_bytes);
-  SLUICE_RETURN_IF_ERROR(staging_.Commit(*session_.device_));
+  SLUICE_RETURN_IF_ERROR(session_.CommitStaging(staging_, ArrayBytes()));
   std::memcpy(staging_.at(q_offset_), call_.q.data, call_.q.bytes);
   if (writes()) {
     std::memcpy(staging_.at(k_offset_), call_.k.data, call_.k.bytes);

@@ -74,7 +74,8 @@ absl::Status ScoreCall::Start(SessionImpl& session) {
   const int64_t q_offset = staging.Add(q.bytes);
   work_->scores_offset = staging.Add(num_blocks * 4);
   work_->top_offset = staging.Add(top_k * 8);
-  SLUICE_RETURN_IF_ERROR(staging.Commit(*session.device_));
+  SLUICE_RETURN_IF_ERROR(
+      session.CommitStaging(staging, num_blocks * static_cast<int64_t>(sizeof(ScoreBlock))));
   std::memcpy(staging.at(q_offset), q.data, q.bytes);
 
   ScoreParams params;
@@ -141,7 +142,8 @@ absl::Status ReadProjectedKeysCall::Start(SessionImpl& session) {
   staging.Begin();
   const int64_t total_bytes = std::ssize(block_ids) * session.row_bytes_;
   work_->rows_offset = staging.Add(total_bytes);
-  SLUICE_RETURN_IF_ERROR(staging.Commit(*session.device_));
+  SLUICE_RETURN_IF_ERROR(session.CommitStaging(
+      staging, std::ssize(block_ids) * spec.num_kv_heads * static_cast<int64_t>(sizeof(ByteCopy))));
   std::memset(staging.at(work_->rows_offset), 0, total_bytes);
   const int64_t head_bytes = spec.block_tokens * spec.rank * 2;
   for (size_t i = 0; i < block_ids.size(); ++i) {

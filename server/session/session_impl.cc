@@ -37,7 +37,8 @@ Call::Call() : internal_(std::make_unique<Internal>(this)) {}
 Call::~Call() = default;
 
 void Call::Internal::Run() {
-  call->Collect(*session);
+  call->status_ = CheckDevice(*session->device_);
+  if (call->status_.ok()) call->Collect(*session);
   session->OnCallComplete(call);
 }
 
@@ -78,11 +79,13 @@ absl::Status SessionImpl::Init() {
   attention_stream_ = device_->CreateStream(StreamPriority::kAttention);
   ingest_stream_ = device_->CreateStream(StreamPriority::kCopy);
   fetch_stream_ = device_->CreateStream(StreamPriority::kCopy);
-  const auto no_memory = [](const absl::Status& status) -> absl::Status {
-    return Error(absl::StatusCode::kResourceExhausted, Reason::kDeviceMemory,
-                 absl::StrCat("the session fits the budget, but the machine gave no memory: ",
-                              status.message()));
+  const auto no_memory = [this](const absl::Status& status) -> absl::Status {
+    return NoMemory(status, Reason::kDeviceMemory);
   };
+  for (Stream* stream : {attention_stream_.get(), ingest_stream_.get(), fetch_stream_.get()}) {
+    // A stream for which there was no memory says so here.
+    SLUICE_RETURN_IF_ERROR(MakeRoom(*stream, 1));
+  }
   auto rows = RowPool::Create(reservation_.total_rows, row_bytes_, device_);
   if (!rows.ok()) return no_memory(rows.status());
   rows_ = std::make_unique<RowPool>(*std::move(rows));
@@ -343,7 +346,7 @@ absl::Status SessionImpl::AdmitChange() const {
   if (life_ == Life::kClosing) {
     return SessionClosing(spec_.name);
   }
-  return absl::OkStatus();
+  return CheckDevice(*device_);
 }
 
 absl::Status SessionImpl::Admit() const {
@@ -359,6 +362,24 @@ absl::Status SessionImpl::Admit() const {
         .Retry(kQueueRetry);
   }
   return absl::OkStatus();
+}
+
+absl::Status SessionImpl::NoMemory(const absl::Status& status, Reason reason) const {
+  SLUICE_RETURN_IF_ERROR(CheckDevice(*device_));
+  return Error(
+      absl::StatusCode::kResourceExhausted, reason,
+      absl::StrCat("within the budgets, but the machine gave no memory: ", status.message()));
+}
+
+absl::Status SessionImpl::MakeRoom(Stream& stream, int64_t array_bytes) {
+  const absl::Status status = stream.MakeRoom(array_bytes);
+  return status.ok() ? status : NoMemory(status, Reason::kDeviceMemory);
+}
+
+absl::Status SessionImpl::CommitStaging(Staging& staging, int64_t array_bytes) {
+  const absl::Status status = staging.Commit(*device_);
+  if (!status.ok()) return NoMemory(status, Reason::kHostMemory);
+  return MakeRoom(*attention_stream_, array_bytes);
 }
 
 void SessionImpl::Submit(Call* call) {
@@ -403,8 +424,9 @@ void SessionImpl::Pump(Call** ended) {
       bool waits = some_wait && !call->MayPass(*this);
       if (!waits) {
         internal.start_time = now;
-        status = call->Start(*this);
-        waits = absl::IsUnavailable(status);
+        status = CheckDevice(*device_);
+        if (status.ok()) status = call->Start(*this);
+        waits = status == WaitForOffload();
       }
       if (waits) {
         // An offload is filling a block that this call, or one before it, writes; it pumps again
@@ -552,6 +574,17 @@ absl::Status SessionImpl::CheckAttention(const AttentionSpec& attention,
   return absl::OkStatus();
 }
 
+int64_t SessionImpl::AttendArrayBytes(int64_t context_tokens, int64_t query_tokens) const {
+  // The smallest units of any device, and what each is told: kernels/cuda/attend_args.h.
+  constexpr int64_t kUnitTokens = 128;
+  constexpr int64_t kUnitRows = 8;
+  constexpr int64_t kUnitBytes = 32;
+  const int64_t rows = query_tokens * spec_.num_query_heads / spec_.num_kv_heads;
+  const int64_t num_units = (context_tokens / kUnitTokens + 1) * (rows / kUnitRows + 1);
+  return num_units * kUnitBytes + 2 * static_cast<int64_t>(sizeof(AttendSequence)) +
+         (context_tokens / spec_.block_tokens + 1) * static_cast<int64_t>(sizeof(std::byte*));
+}
+
 void SessionImpl::LaunchAttend(AttendParams params, std::vector<AttendSequence>* pieces) {
   params.workspace = split_workspace_.data();
   const int64_t room_bytes = split_workspace_.bytes();
@@ -590,6 +623,13 @@ void SessionImpl::LaunchAttend(AttendParams params, std::vector<AttendSequence>*
     params.num_sequences = fits;
     ops_.Attend(params, *attention_stream_);
   }
+}
+
+absl::Status CheckDevice(const Device& device) {
+  absl::Status status = device.status();
+  if (status.ok()) return status;
+  return Error(absl::StatusCode::kUnavailable, Reason::kDeviceFailed,
+               absl::StrCat("the device failed, and the daemon ends: ", status.message()));
 }
 
 Error SessionNotFound(absl::string_view name) {

@@ -151,8 +151,15 @@ class SessionImpl final : public Session {
 
   // The queue; the lock is held. Calls that ended without the device are linked to *ended.
   absl::Status CheckAlive() const;   // NOT_FOUND once torn down
-  absl::Status AdmitChange() const;  // CheckAlive, and SESSION_CLOSING
+  absl::Status AdmitChange() const;  // CheckAlive, SESSION_CLOSING and DEVICE_FAILED
   absl::Status Admit() const;        // AdmitChange, and QUEUE_FULL
+  // Memory for a call's arrays, before it changes anything: staging's own, and what the device
+  // needs for `array_bytes` of tables and lists. RESOURCE_EXHAUSTED HOST_MEMORY, UNAVAILABLE
+  // DEVICE_FAILED.
+  absl::Status CommitStaging(Staging& staging, int64_t array_bytes);
+  absl::Status MakeRoom(Stream& stream, int64_t array_bytes);
+  // What there is to say of memory that the device did not give.
+  absl::Status NoMemory(const absl::Status& status, Reason reason) const;
   void Pump(Call** ended);
   static void RunDone(Call* ended);
   void OnCallComplete(Call* call);
@@ -183,7 +190,9 @@ class SessionImpl final : public Session {
   void CopyIn(OffloadCall* call);
   void OnCopiedIn(OffloadCall* call);
   void LaunchOffload(OffloadCall& call, const std::byte* k, const std::byte* v);
+  void EndOffload(OffloadCall& call);
   void CommitOffload(OffloadCall& call);
+  void AbandonOffload(OffloadCall& call);
   // MESSAGE_TOO_LARGE for more than staging can ever hold; `message` is "request" or "reply".
   absl::Status CheckStaged(int64_t bytes, absl::string_view message) const;
   // Of an OffloadCall or a FetchCall; ends in its Done.
@@ -196,6 +205,9 @@ class SessionImpl final : public Session {
   // Attention.
   absl::Status CheckAttention(const AttentionSpec& attention, AttendOptions* options) const;
   absl::Status CheckOutDtype(DType dtype) const;
+  // What the device is told about attention over a sequence, at most: its table and its units.
+  // Pieces of a step that is cut may need more; memory that is out then is the device's failure.
+  int64_t AttendArrayBytes(int64_t context_tokens, int64_t query_tokens) const;
   // Launches in pieces that fit the split workspace; `pieces` must live as long as the params.
   void LaunchAttend(AttendParams params, std::vector<AttendSequence>* pieces);
   absl::StatusOr<std::shared_ptr<TileRun>> FindRun(uint64_t run_id);
@@ -267,6 +279,11 @@ class SessionImpl final : public Session {
   std::vector<std::byte*> scratch_slots_;
 };
 
+// UNAVAILABLE DEVICE_FAILED where the device has failed. Asked once work has been seen complete: an
+// OK then means that its results are sound.
+[[nodiscard]] absl::Status CheckDevice(const Device& device);
+// Told to the queue alone: an offload fills a block that the call writes.
+inline absl::Status WaitForOffload() { return absl::UnavailableError(""); }
 Error SessionNotFound(absl::string_view name);
 Error SessionClosing(absl::string_view name);
 absl::Status SequenceNotFound(uint32_t sequence_id);

@@ -68,6 +68,7 @@ class SessionManagerImpl final : public SessionManager {
   absl::StatusOr<SessionInfo> Describe(const std::string& name) const override;
   void Close(const std::string& name, uint64_t epoch, bool keep_data, CloseDone done) override;
   std::vector<MemoryPoolUsage> MemoryUsage() const override;
+  absl::Status DeviceStatus() const override { return device_->status(); }
   const SessionManagerOptions& options() const override { return options_; }
   void Sweep() override;
   void Shutdown() override;
@@ -106,7 +107,7 @@ class SessionManagerImpl final : public SessionManager {
 };
 
 absl::Status SessionManagerImpl::CheckRunning() const {
-  if (!shutting_down_) return absl::OkStatus();
+  if (!shutting_down_) return CheckDevice(*device_);
   return Error(absl::StatusCode::kUnavailable, Reason::kShuttingDown, "the daemon is shutting down")
       .Retry(kShutdownRetry);
 }

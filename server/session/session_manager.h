@@ -76,6 +76,9 @@ class SessionManager {
                      std::function<void(absl::StatusOr<int64_t>)> done) = 0;
 
   virtual std::vector<MemoryPoolUsage> MemoryUsage() const = 0;
+  // OK, or why the device failed: Open, Find and every call on a session are UNAVAILABLE
+  // DEVICE_FAILED from then on.
+  virtual absl::Status DeviceStatus() const = 0;
   virtual const SessionManagerOptions& options() const = 0;  // with defaults filled in
   // Applies lease expiry and retention as of now; also done by a thread of the manager.
   virtual void Sweep() = 0;

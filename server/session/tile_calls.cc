@@ -102,8 +102,11 @@ absl::Status BeginTilesCall::Start(SessionImpl& session) {
   const int64_t o_bytes = ml_bytes * spec.head_dim;
   const int64_t bytes =
       Align64(q.bytes) + Align64(sinks_bytes) + 2 * Align64(ml_bytes) + Align64(o_bytes);
-  SLUICE_ASSIGN_OR_RETURN(run->memory, session.device_->Reserve(MemoryKind::kHost, bytes));
-  SLUICE_RETURN_IF_ERROR(session.device_->Commit(run->memory, 0, bytes));
+  absl::StatusOr<Buffer> memory = session.device_->Reserve(MemoryKind::kHost, bytes);
+  absl::Status got = memory.status();
+  if (got.ok()) got = session.device_->Commit(*memory, 0, bytes);
+  if (!got.ok()) return session.NoMemory(got, Reason::kHostMemory);
+  run->memory = *std::move(memory);
   std::byte* next = run->memory.data();
   run->q = std::exchange(next, next + Align64(q.bytes));
   std::memcpy(run->q, q.data, q.bytes);
@@ -204,6 +207,13 @@ absl::Status StepTileCall::Start(SessionImpl& session) {
   for (size_t i = 0; i < rows.size(); ++i) {
     SLUICE_RETURN_IF_ERROR(PlanRow(session, rows[i], static_cast<int64_t>(i)));
   }
+  // Before the tile counts as folded.
+  int64_t array_bytes =
+      run.num_rows * session.spec_.num_query_heads * session.spec_.head_dim * 2;  // q
+  for (const AttendSequence& attend : work_->attend) {
+    array_bytes += session.AttendArrayBytes(attend.context_tokens, attend.query_tokens);
+  }
+  SLUICE_RETURN_IF_ERROR(session.MakeRoom(*session.attention_stream_, array_bytes));
   const std::byte* const* next = work_->addresses.data();
   for (AttendSequence& attend : work_->attend) {
     attend.blocks = next;
@@ -258,7 +268,7 @@ absl::Status FinalizeTilesCall::Start(SessionImpl& session) {
   staging.Begin();
   const int64_t out_offset = staging.Add(out_bytes);
   const int64_t lse_offset = staging.Add(return_lse ? row_heads * 4 : 0);
-  SLUICE_RETURN_IF_ERROR(staging.Commit(*session.device_));
+  SLUICE_RETURN_IF_ERROR(session.CommitStaging(staging, 0));
   FinalizeParams params;
   params.num_rows = rows;
   params.num_query_heads = static_cast<int32_t>(spec.num_query_heads);

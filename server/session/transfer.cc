@@ -82,7 +82,8 @@ void SessionImpl::OnTransferComplete(C* call) {
   if (staging_ != nullptr) staging_->Release(call->work_.get());
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if constexpr (std::is_same_v<C, OffloadCall>) CommitOffload(*call);
+    call->status_ = CheckDevice(*device_);
+    if constexpr (std::is_same_v<C, OffloadCall>) EndOffload(*call);
     // Before Done, which may hand in the next one.
     --num_transfers_;
     last_heard_ = now_();
@@ -240,6 +241,9 @@ absl::Status SessionImpl::PlanOffload(OffloadCall& call) {
     work.targets[i].lent = entry.slot != nullptr && !entry.stored();
     num_fresh += work.targets[i].lent ? 0 : 1;
   }
+  SLUICE_RETURN_IF_ERROR(MakeRoom(
+      *ingest_stream_,
+      std::ssize(call.blocks) * static_cast<int64_t>(sizeof(TokenCopy) + sizeof(ProjectBlock))));
   work.fresh_slots.resize(num_fresh);
   SLUICE_RETURN_IF_ERROR(blocks_->TakeSlots(absl::MakeSpan(work.fresh_slots)));
   if (absl::Status status = TakeRows(call); !status.ok()) {
@@ -291,6 +295,14 @@ void SessionImpl::LaunchOffload(OffloadCall& call, const std::byte* k, const std
   ingest_stream_->Enqueue(&work);
 }
 
+void SessionImpl::EndOffload(OffloadCall& call) {
+  if (call.status_.ok()) {
+    CommitOffload(call);
+  } else {
+    AbandonOffload(call);
+  }
+}
+
 void SessionImpl::CommitOffload(OffloadCall& call) {
   const OffloadCall::Work& work = *call.work_;
   for (size_t i = 0; i < call.blocks.size(); ++i) {
@@ -305,6 +317,21 @@ void SessionImpl::CommitOffload(OffloadCall& call) {
   }
   call.result.stored_blocks = std::ssize(call.blocks);
   call.result.stored_bytes = std::ssize(call.blocks) * blocks_->stride_bytes();
+}
+
+// Nothing of the batch was ever seen.
+void SessionImpl::AbandonOffload(OffloadCall& call) {
+  const OffloadCall::Work& work = *call.work_;
+  for (size_t i = 0; i < call.blocks.size(); ++i) {
+    const OffloadCall::Work::Target& target = work.targets[i];
+    BlockEntry& entry = blocks_->at(call.blocks[i].layer, call.blocks[i].block_id);
+    if (target.lent) entry.num_fillers = 0;
+    if (target.lent && entry.slot == nullptr && blocks_->num_tables(call.blocks[i].block_id) > 0) {
+      blocks_->Reserve(entry, target.slot, target.row);
+    } else {
+      blocks_->Retire(target.slot, target.row);
+    }
+  }
 }
 
 void SessionImpl::Fetch(FetchCall* call) {
@@ -369,6 +396,8 @@ absl::Status SessionImpl::StartFetch(FetchCall& call) {
                            static_cast<int32_t>(spec_.block_tokens - entry.valid_tokens)});
     call.info.push_back(InfoOf(call.layer, block_id));
   }
+  SLUICE_RETURN_IF_ERROR(
+      MakeRoom(*fetch_stream_, std::ssize(work.copies) * static_cast<int64_t>(sizeof(TokenCopy))));
   if (last_write > attention_stream_->completed()) {
     fetch_stream_->WaitFor(*attention_stream_, last_write);
   }

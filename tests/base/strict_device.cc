@@ -328,6 +328,7 @@ class StrictDevice final : public Device {
   }
 
   const DeviceInfo& info() const override { return info_; }
+  absl::Status status() const override { return inner_->status(); }
   absl::StatusOr<Buffer> Reserve(MemoryKind kind, int64_t bytes) override {
     return Memory::Get().Reserve(*inner_, kind, bytes);
   }

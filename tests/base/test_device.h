@@ -1,5 +1,5 @@
-// A device for tests: the CPU device (in a program of its own another), with its streams in reach
-// and memory that can be refused.
+// A device for tests: another one, the CPU's say, with its streams in reach, memory that can be
+// refused, and failures that can be played.
 //
 //   TestDevice device(4);
 //   auto session = ...;                       // creates its streams: attention, ingest, fetch
@@ -25,24 +25,20 @@
 #include "absl/status/statusor.h"
 #include "kernels/cpu/cpu_device.h"
 #include "kernels/device/device.h"
+#include "kernels/device/failure.h"
 #include "tests/base/strict_device.h"
 
 namespace sluice {
 
-// Set before main() by a program that tests another device than the CPU's; `num_threads` is how
-// many gates may be closed at once, and one.
-using TestDeviceFactory = std::unique_ptr<Device> (*)(int num_threads);
-inline TestDeviceFactory test_device_factory = nullptr;
-
 class TestDevice final : public Device {
  public:
   explicit TestDevice(int num_threads, bool strict = false)
-      : device_(test_device_factory != nullptr ? test_device_factory(num_threads)
-                                               : *CreateCpuDevice({.num_threads = num_threads})) {
-    if (strict && device_->info().reads_any_host_memory) {
-      device_ = CreateStrictDevice(std::move(device_));
-    }
-  }
+      : TestDevice(*CreateCpuDevice({.num_threads = num_threads}), strict) {}
+  // `strict`: one that reads any host memory becomes one that is as strict about memory as a GPU.
+  explicit TestDevice(std::unique_ptr<Device> device, bool strict = false)
+      : device_(strict && device->info().reads_any_host_memory
+                    ? CreateStrictDevice(std::move(device))
+                    : std::move(device)) {}
 
   // All streams ever created, in order.
   const std::vector<Stream*>& streams() const { return streams_; }
@@ -50,12 +46,21 @@ class TestDevice final : public Device {
   std::atomic<int64_t> reserves_left{1 << 30};
   std::atomic<int64_t> commits_left{1 << 30};
 
+  // Plays a device that fails: what is enqueued runs on, and counts for nothing.
+  void Fail(absl::string_view why) { failure_.Set(absl::UnavailableError(why)); }
+  DeviceFailure& failure() { return failure_; }
+
   const DeviceInfo& info() const override { return device_->info(); }
+  absl::Status status() const override {
+    return failure_.set() ? failure_.status() : device_->status();
+  }
   absl::StatusOr<Buffer> Reserve(MemoryKind kind, int64_t bytes) override {
+    if (failure_.set()) return failure_.status();
     if (reserves_left-- <= 0) return absl::ResourceExhaustedError("no address space: injected");
     return device_->Reserve(kind, bytes);
   }
   absl::Status Commit(const Buffer& buffer, int64_t offset_bytes, int64_t bytes) override {
+    if (failure_.set()) return failure_.status();
     if (commits_left-- <= 0) return absl::ResourceExhaustedError("no memory: injected");
     return device_->Commit(buffer, offset_bytes, bytes);
   }
@@ -68,6 +73,7 @@ class TestDevice final : public Device {
 
  private:
   std::unique_ptr<Device> device_;
+  DeviceFailure failure_;
   std::vector<Stream*> streams_;
 };
 

@@ -6,8 +6,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "google/rpc/error_details.pb.h"
-#include "kernels/cpu/cpu_device.h"
-#include "tests/base/strict_device.h"
 
 namespace sluice {
 namespace {
@@ -46,10 +44,8 @@ v1::SessionSpec SmallSpec(const std::string& name) {
 }
 
 Daemon::Daemon(DaemonOptions options) {
-  device_ = *CreateCpuDevice({.num_threads = options.num_threads});
-  if (std::getenv("SLUICE_TEST_STRICT_DEVICE") != nullptr) {
-    device_ = CreateStrictDevice(std::move(device_));
-  }
+  device_ = std::make_unique<TestDevice>(options.num_threads,
+                                         std::getenv("SLUICE_TEST_STRICT_DEVICE") != nullptr);
   manager_ = *SessionManager::Create(options.sessions, device_.get());
   options.rpc.device.kind = device_->info().kind;
   auto server = RpcServer::Start(options.rpc, manager_.get());

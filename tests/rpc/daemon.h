@@ -32,6 +32,7 @@
 #include "sluice/v1/sequence.grpc.pb.h"
 #include "sluice/v1/session.grpc.pb.h"
 #include "sluice/v1/swap.grpc.pb.h"
+#include "tests/base/test_device.h"
 
 namespace sluice {
 
@@ -64,7 +65,7 @@ class Daemon {
   v1::SessionHandle Open(const std::string& name) { return Open(SmallSpec(name)); }
   v1::SessionHandle Open(const v1::SessionSpec& spec);
 
-  Device& device() { return *device_; }
+  TestDevice& device() { return *device_; }
   SessionManager& manager() { return *manager_; }
   RpcServer& server() { return *server_; }
   // A connection of its own.
@@ -77,7 +78,7 @@ class Daemon {
   std::unique_ptr<v1::AdminService::Stub> admin;
 
  private:
-  std::unique_ptr<Device> device_;
+  std::unique_ptr<TestDevice> device_;
   std::unique_ptr<SessionManager> manager_;
   std::unique_ptr<RpcServer> server_;
 };

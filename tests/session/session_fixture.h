@@ -1,4 +1,5 @@
-// A manager over the CPU device, calls that can be waited for, and float64 references.
+// A manager over the device that the program links (device_under_test.h), calls that can be waited
+// for, and float64 references.
 //
 // With SLUICE_TEST_STRICT_DEVICE in the environment the device is strict about memory, as a GPU is
 // (tests/base/strict_device.h).
@@ -24,35 +25,11 @@
 #include "server/base/error.h"
 #include "server/session/session.h"
 #include "server/session/session_manager.h"
+#include "tests/base/device_under_test.h"
 #include "tests/base/test_device.h"
+#include "tests/session/waitable.h"
 
 namespace sluice {
-
-// A call of type C that a test can wait for.
-template <typename C>
-class Waitable : public C {
- public:
-  void Done() override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    done_ = true;
-    wake_.notify_all();
-  }
-  const absl::Status& Wait() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    wake_.wait(lock, [this] { return done_; });
-    done_ = false;
-    return this->status();
-  }
-  bool IsDoneWithin(absl::Duration timeout) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    return wake_.wait_for(lock, absl::ToChronoMilliseconds(timeout), [this] { return done_; });
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  bool done_ = false;
-};
 
 using Bits = std::vector<uint16_t>;  // BF16
 
@@ -103,7 +80,8 @@ class SessionFixture : public ::testing::Test {
  protected:
   void SetUp() override {
     // Two workers for the work, two for gates to hold.
-    device_ = std::make_unique<TestDevice>(4, std::getenv("SLUICE_TEST_STRICT_DEVICE") != nullptr);
+    device_ = std::make_unique<TestDevice>(CreateDeviceUnderTest(4),
+                                           std::getenv("SLUICE_TEST_STRICT_DEVICE") != nullptr);
     MakeManager({});
   }
   void TearDown() override {

@@ -363,13 +363,14 @@ class TilesResult:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceDescription:
-    """What the daemon computes on. kind: "cpu" or "cuda"."""
+    """What the daemon computes on. kind: "cpu" or "cuda"; failure: empty while it works, else what failed, and where."""
 
     kind: str
     name: str
     instruction_set: str
     num_workers: int
     total_memory_bytes: int
+    failure: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

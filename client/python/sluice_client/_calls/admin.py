@@ -40,6 +40,7 @@ def get_server(*, timeout_s: float | None = None) -> Call[ServerInfo]:
                 instruction_set=device.instruction_set,
                 num_workers=device.num_workers,
                 total_memory_bytes=device.total_memory_bytes,
+                failure=device.failure,
             ),
             limits=ServerLimits(
                 max_message_bytes=limits.max_message_bytes,

@@ -1,0 +1,7 @@
+#include "tests/faults/illegal_access.h"
+
+namespace sluice {
+
+void WriteToIllegalAddress() {}
+
+}  // namespace sluice
