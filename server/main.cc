@@ -46,6 +46,7 @@ SessionManagerOptions ManagerOptions(const DaemonOptions& options) {
   to.hbm_budget_bytes = options.memory.hbm_budget_bytes;
   to.hbm_block_budget_bytes = options.memory.hbm_block_budget_bytes;
   to.host_budget_bytes = options.memory.host_budget_bytes;
+  to.transfer_staging_bytes = options.memory.transfer_staging_bytes;
   to.max_sessions = options.limits.max_sessions;
   to.max_queued_calls_per_session = options.limits.max_queued_calls_per_session;
   to.max_tile_runs_per_session = options.limits.max_tile_runs_per_session;

@@ -50,6 +50,7 @@ class CpuDevice final : public Device {
     info_.num_workers = num_threads;
     info_.total_memory_bytes = MachineMemoryBytes();
     info_.free_memory_bytes = info_.total_memory_bytes;
+    info_.reads_any_host_memory = true;
   }
 
   const DeviceInfo& info() const override { return info_; }

@@ -121,6 +121,7 @@ absl::StatusOr<std::unique_ptr<Device>> CreateCudaDevice(const CudaDeviceOptions
   info.total_memory_bytes = static_cast<int64_t>(total_bytes);
   info.free_memory_bytes = static_cast<int64_t>(free_bytes);
   info.has_hbm = true;
+  info.reads_any_host_memory = false;
   return std::unique_ptr<Device>(
       std::make_unique<CudaDevice>(std::move(info), options.num_completion_threads));
 }

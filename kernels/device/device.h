@@ -131,6 +131,10 @@ struct DeviceInfo {
   int64_t free_memory_bytes = 0;   // of it, when the device was created
   // Whether device memory is another memory than the host's.
   bool has_hbm = false;
+  // Whether operations take addresses of any memory of the process, say of a message's bytes.
+  // False: of Reserve'd memory alone; other bytes have to be copied there first. (The arrays of
+  // params themselves, such as TokenCopyParams::copies, may lie anywhere in either case.)
+  bool reads_any_host_memory = false;
 };
 
 class Device {

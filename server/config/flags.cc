@@ -39,6 +39,11 @@ ABSL_FLAG(
     int64_t, host_budget_bytes, 0,
     "Pinned host memory for blocks; with a GPU it is taken at start. 0: half of the machine's "
     "memory, or of the control group's limit.");
+ABSL_FLAG(
+    int64_t, transfer_staging_bytes, 0,
+    "Pinned host memory that offloads and fetches pass through on a GPU, taken at start, beside "
+    "--host_budget_bytes; at least --max_message_bytes. 0: 512 MiB, or two messages where that "
+    "is more. The CPU device needs none.");
 ABSL_FLAG(int32_t, num_threads, 0, "Threads of the CPU device. 0: one a core.");
 ABSL_FLAG(int64_t, max_message_bytes, int64_t{64} << 20,
           "Largest message, in either direction: 1,024 .. 1 GiB.");
@@ -67,6 +72,7 @@ constexpr const char* kFlagNames[] = {"listen_address",
                                       "hbm_budget_bytes",
                                       "hbm_block_budget_bytes",
                                       "host_budget_bytes",
+                                      "transfer_staging_bytes",
                                       "num_threads",
                                       "max_message_bytes",
                                       "max_inflight_bytes",
@@ -187,6 +193,8 @@ absl::Status ReadFlags(DaemonOptions* options) {
   options->memory.hbm_budget_bytes = absl::GetFlag(FLAGS_hbm_budget_bytes);
   options->memory.host_budget_bytes = absl::GetFlag(FLAGS_host_budget_bytes);
   options->memory.hbm_block_budget_bytes = absl::GetFlag(FLAGS_hbm_block_budget_bytes);
+  const int64_t staging_bytes = absl::GetFlag(FLAGS_transfer_staging_bytes);
+  options->memory.transfer_staging_bytes = staging_bytes;
   options->device.num_threads = absl::GetFlag(FLAGS_num_threads);
   const int64_t grace_ms = absl::GetFlag(FLAGS_shutdown_grace_ms);
   options->shutdown_grace = absl::Milliseconds(grace_ms);
@@ -194,6 +202,11 @@ absl::Status ReadFlags(DaemonOptions* options) {
   SLUICE_RETURN_IF_ERROR(
       AtLeast("hbm_block_budget_bytes", options->memory.hbm_block_budget_bytes, -1));
   SLUICE_RETURN_IF_ERROR(AtLeast("host_budget_bytes", options->memory.host_budget_bytes, 0));
+  if (staging_bytes != 0 && staging_bytes < options->limits.max_message_bytes) {
+    return absl::InvalidArgumentError(absl::StrCat("--transfer_staging_bytes is ", staging_bytes,
+                                                   "; allowed: 0, or --max_message_bytes (",
+                                                   options->limits.max_message_bytes, ") or more"));
+  }
   const std::string device = absl::GetFlag(FLAGS_device);
   if (device == "cuda") {
     options->device.device = DeviceChoice::kCuda;

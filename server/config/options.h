@@ -34,6 +34,7 @@ struct MemoryOptions {
   int64_t hbm_budget_bytes = 0;
   int64_t hbm_block_budget_bytes = -1;
   int64_t host_budget_bytes = 0;
+  int64_t transfer_staging_bytes = 0;
 };
 
 enum class DeviceChoice { kAuto, kCpu, kCuda };

@@ -45,13 +45,16 @@ void Call::Internal::Run() {
 // Life.
 
 absl::StatusOr<std::shared_ptr<SessionImpl>> SessionImpl::Create(Options options, Device* device,
-                                                                 BlockTable::Stores stores) {
-  std::shared_ptr<SessionImpl> session(new SessionImpl(std::move(options), device, stores));
+                                                                 BlockTable::Stores stores,
+                                                                 TransferStaging* staging) {
+  std::shared_ptr<SessionImpl> session(
+      new SessionImpl(std::move(options), device, stores, staging));
   SLUICE_RETURN_IF_ERROR(session->Init());
   return session;
 }
 
-SessionImpl::SessionImpl(Options options, Device* device, BlockTable::Stores stores)
+SessionImpl::SessionImpl(Options options, Device* device, BlockTable::Stores stores,
+                         TransferStaging* staging)
     : layout_(SlotLayout(options.spec.kv_dtype, static_cast<int32_t>(options.spec.num_kv_heads),
                          static_cast<int32_t>(options.spec.head_dim),
                          static_cast<int32_t>(options.spec.block_tokens))),
@@ -61,6 +64,7 @@ SessionImpl::SessionImpl(Options options, Device* device, BlockTable::Stores sto
       device_(device),
       ops_(device->ops()),
       stores_(stores),
+      staging_(staging),
       now_(std::move(options.now)),
       on_drained_(std::move(options.on_drained)),
       max_queued_calls_(options.max_queued_calls),

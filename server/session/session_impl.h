@@ -24,6 +24,7 @@
 #include "server/session/reservation.h"
 #include "server/session/session.h"
 #include "server/session/staging.h"
+#include "server/session/transfer_staging.h"
 #include "server/swap/block_table.h"
 #include "server/swap/lazy_array.h"
 #include "server/swap/row_pool.h"
@@ -76,8 +77,9 @@ class SessionImpl final : public Session {
     // BeginClose.
     std::function<void()> on_drained;
   };
+  // `staging`: null where the device reads any host memory.
   [[nodiscard]] static absl::StatusOr<std::shared_ptr<SessionImpl>> Create(
-      Options options, Device* device, BlockTable::Stores stores);
+      Options options, Device* device, BlockTable::Stores stores, TransferStaging* staging);
   ~SessionImpl() override;
 
   const SessionSpec& spec() const override { return spec_; }
@@ -144,7 +146,7 @@ class SessionImpl final : public Session {
   // Calls started and not complete; more wait in the queue, where they can still be dropped.
   static constexpr int kMaxStartedCalls = 2;
 
-  SessionImpl(Options options, Device* device, BlockTable::Stores stores);
+  SessionImpl(Options options, Device* device, BlockTable::Stores stores, TransferStaging* staging);
   [[nodiscard]] absl::Status Init();
 
   // The queue; the lock is held. Calls that ended without the device are linked to *ended.
@@ -183,14 +185,22 @@ class SessionImpl final : public Session {
   BlockInfo InfoOf(uint32_t layer, uint32_t block_id) const;
   absl::Status CheckOffload(OffloadCall& call);
   absl::Status TakeRows(OffloadCall& call);
-  absl::Status StartOffload(OffloadCall& call);
+  absl::Status PlanOffload(OffloadCall& call);
+  void StageOffload(OffloadCall* call);
+  void CopyIn(OffloadCall* call);
+  void OnCopiedIn(OffloadCall* call);
+  void LaunchOffload(OffloadCall& call, const std::byte* k, const std::byte* v);
   void EndOffload(OffloadCall& call);
   void CommitOffload(OffloadCall& call);
   void AbandonOffload(OffloadCall& call);
+  // MESSAGE_TOO_LARGE for more than staging can ever hold; `message` is "request" or "reply".
+  absl::Status CheckStaged(int64_t bytes, absl::string_view message) const;
   // Of an OffloadCall or a FetchCall; ends in its Done.
   template <typename C>
   void OnTransferComplete(C* call);
   absl::Status StartFetch(FetchCall& call);
+  void OnFetchMemory(FetchCall* call);
+  void OnGathered(FetchCall* call);
 
   // Attention.
   absl::Status CheckAttention(const AttentionSpec& attention, AttendOptions* options) const;
@@ -210,6 +220,7 @@ class SessionImpl final : public Session {
   Device* const device_;
   Ops& ops_;
   const BlockTable::Stores stores_;
+  TransferStaging* const staging_;  // null: transfers read and write a message's memory
   const std::function<absl::Time()> now_;
   const std::function<void()> on_drained_;
   const int64_t max_queued_calls_;
@@ -248,7 +259,10 @@ class SessionImpl final : public Session {
   Call* queue_tail_ = nullptr;
   int64_t num_queued_ = 0;
   int num_started_ = 0;
-  int64_t num_transfers_ = 0;  // offloads and fetches in flight
+  int64_t num_transfers_ = 0;  // offloads and fetches in flight, or waiting for staging
+  // Offloads that are planned and not launched, in order.
+  OffloadCall* staged_head_ = nullptr;
+  OffloadCall* staged_tail_ = nullptr;
 
   absl::flat_hash_map<uint64_t, std::shared_ptr<TileRun>> runs_;
   uint64_t next_run_id_ = 1;

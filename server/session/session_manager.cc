@@ -14,6 +14,7 @@
 #include "server/base/status_macros.h"
 #include "server/session/reservation.h"
 #include "server/session/session_impl.h"
+#include "server/session/transfer_staging.h"
 #include "server/store/budget.h"
 #include "server/store/memory_slot_store.h"
 
@@ -24,22 +25,28 @@ constexpr absl::Duration kSweepInterval = absl::Milliseconds(100);
 constexpr absl::Duration kShutdownRetry = absl::Seconds(1);
 constexpr absl::Duration kClosingRetry = absl::Milliseconds(50);
 
+constexpr int64_t kStagingBytes = int64_t{512} << 20;
+constexpr unsigned kMaxStagingThreads = 4;
+
 using CloseDone = std::function<void(absl::StatusOr<int64_t>)>;
 
 // Open and closed sessions live here; a thread of its own ends sessions, since that waits for their
 // streams.
 class SessionManagerImpl final : public SessionManager {
  public:
-  // `options` are without gaps; the stores have what they need of the device.
+  // `options` are without gaps; the stores have what they need of the device. `staging`: null where
+  // the device reads any host memory.
   SessionManagerImpl(const SessionManagerOptions& options, const DeviceBudget& budget,
                      std::unique_ptr<MemorySlotStore> hbm_store,
-                     std::unique_ptr<MemorySlotStore> host_store, Device* device)
+                     std::unique_ptr<MemorySlotStore> host_store,
+                     std::unique_ptr<TransferStaging> staging, Device* device)
       : options_(options),
         device_(device),
         budget_split_(budget),
         device_budget_(budget.session_bytes()),
         hbm_store_(std::move(hbm_store)),
         host_store_(std::move(host_store)),
+        staging_(std::move(staging)),
         next_epoch_(static_cast<uint64_t>(absl::ToUnixMicros(absl::Now()))),
         janitor_([this] { RunJanitor(); }) {}
 
@@ -51,6 +58,8 @@ class SessionManagerImpl final : public SessionManager {
     }
     wake_.notify_all();
     janitor_.join();
+    // Its threads may be on their way out of OnDrained.
+    staging_.reset();
   }
 
   absl::StatusOr<Opened> Open(const SessionSpec& spec) override;
@@ -86,6 +95,7 @@ class SessionManagerImpl final : public SessionManager {
   Budget device_budget_;                              // what sessions reserve
   const std::unique_ptr<MemorySlotStore> hbm_store_;  // null: blocks have no HBM
   const std::unique_ptr<MemorySlotStore> host_store_;
+  std::unique_ptr<TransferStaging> staging_;
 
   mutable std::mutex mutex_;
   std::condition_variable wake_;
@@ -144,8 +154,9 @@ absl::StatusOr<SessionManager::Opened> SessionManagerImpl::OpenNew(const Session
   options.max_tile_runs = options_.max_tile_runs_per_session;
   options.now = options_.now;
   options.on_drained = [this, name = spec.name] { OnDrained(name); };
-  auto session = SessionImpl::Create(std::move(options), device_,
-                                     BlockTable::Stores{hbm_store_.get(), host_store_.get()});
+  auto session =
+      SessionImpl::Create(std::move(options), device_,
+                          BlockTable::Stores{hbm_store_.get(), host_store_.get()}, staging_.get());
   if (!session.ok()) {
     device_budget_.Give(need_bytes);
     return session.status();
@@ -317,6 +328,13 @@ absl::StatusOr<DeviceBudget> ChooseBudgets(const DeviceInfo& device,
         device.has_hbm ? device.free_memory_bytes / 10 * 9 : device.total_memory_bytes / 4;
   }
   if (options->host_budget_bytes == 0) options->host_budget_bytes = MachineMemoryBytes() / 2;
+  if (options->transfer_staging_bytes == 0) {
+    options->transfer_staging_bytes = std::max(kStagingBytes, 2 * options->max_message_bytes);
+  }
+  if (options->transfer_staging_threads == 0) {
+    options->transfer_staging_threads = static_cast<int>(
+        std::clamp<unsigned>(std::thread::hardware_concurrency(), 1, kMaxStagingThreads));
+  }
   if (!options->now) options->now = [] { return absl::Now(); };
   const auto positive = [](absl::string_view flag, int64_t value) -> absl::Status {
     if (value > 0) return absl::OkStatus();
@@ -329,6 +347,12 @@ absl::StatusOr<DeviceBudget> ChooseBudgets(const DeviceInfo& device,
       positive("max_queued_calls_per_session", options->max_queued_calls_per_session));
   SLUICE_RETURN_IF_ERROR(positive("max_tile_runs_per_session", options->max_tile_runs_per_session));
   SLUICE_RETURN_IF_ERROR(positive("max_message_bytes", options->max_message_bytes));
+  SLUICE_RETURN_IF_ERROR(positive("transfer_staging_threads", options->transfer_staging_threads));
+  if (options->transfer_staging_bytes < options->max_message_bytes) {
+    return InvalidField(
+        "transfer_staging_bytes", options->transfer_staging_bytes,
+        absl::StrCat("max_message_bytes (", options->max_message_bytes, ") or more"));
+  }
   DeviceBudget budget;
   budget.total_bytes = options->hbm_budget_bytes;
   budget.block_share_chosen = device.has_hbm && options->hbm_block_budget_bytes < 0;
@@ -346,11 +370,12 @@ absl::StatusOr<DeviceBudget> ChooseBudgets(const DeviceInfo& device,
 }
 
 // Takes memory at start, and logs how long that took.
-absl::Status TakeAtStart(absl::string_view what, int64_t bytes,
+absl::Status TakeAtStart(absl::string_view what, MemoryKind kind, int64_t bytes,
                          const std::function<absl::Status()>& take) {
   const absl::Time start = absl::Now();
   if (absl::Status status = take(); !status.ok()) {
-    return Error(absl::StatusCode::kResourceExhausted, Reason::kDeviceMemory,
+    return Error(absl::StatusCode::kResourceExhausted,
+                 kind == MemoryKind::kDevice ? Reason::kDeviceMemory : Reason::kHostMemory,
                  absl::StrCat("the machine has not the ", bytes, " bytes of ", what,
                               " that it is to hold: ", status.message()));
   }
@@ -379,18 +404,30 @@ absl::StatusOr<std::unique_ptr<SessionManager>> SessionManager::Create(
       MemorySlotStoreOptions{.budget_bytes = options.host_budget_bytes}, device);
   if (device->info().has_hbm) {
     // Nothing is asked of the driver while calls are served.
-    SLUICE_RETURN_IF_ERROR(TakeAtStart("HBM for sessions", budget.session_bytes(), [&] {
-      return device->TakeDeviceMemory(budget.session_bytes());
-    }));
-    SLUICE_RETURN_IF_ERROR(TakeAtStart("pinned host memory for blocks", options.host_budget_bytes,
+    SLUICE_RETURN_IF_ERROR(
+        TakeAtStart("HBM for sessions", MemoryKind::kDevice, budget.session_bytes(),
+                    [&] { return device->TakeDeviceMemory(budget.session_bytes()); }));
+    SLUICE_RETURN_IF_ERROR(TakeAtStart("pinned host memory for blocks", MemoryKind::kHost,
+                                       options.host_budget_bytes,
                                        [&] { return host_store->TakeAll(); }));
   }
   if (hbm_store != nullptr) {
-    SLUICE_RETURN_IF_ERROR(
-        TakeAtStart("HBM for blocks", budget.block_bytes, [&] { return hbm_store->TakeAll(); }));
+    SLUICE_RETURN_IF_ERROR(TakeAtStart("HBM for blocks", MemoryKind::kDevice, budget.block_bytes,
+                                       [&] { return hbm_store->TakeAll(); }));
+  }
+  std::unique_ptr<TransferStaging> staging;
+  if (!device->info().reads_any_host_memory) {
+    SLUICE_RETURN_IF_ERROR(TakeAtStart(
+        "pinned host memory for transfers", MemoryKind::kHost, options.transfer_staging_bytes, [&] {
+          auto created = TransferStaging::Create({.capacity_bytes = options.transfer_staging_bytes,
+                                                  .num_threads = options.transfer_staging_threads},
+                                                 device);
+          if (created.ok()) staging = *std::move(created);
+          return created.status();
+        }));
   }
   return std::make_unique<SessionManagerImpl>(options, budget, std::move(hbm_store),
-                                              std::move(host_store), device);
+                                              std::move(host_store), std::move(staging), device);
 }
 
 }  // namespace sluice

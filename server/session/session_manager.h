@@ -41,6 +41,12 @@ struct SessionManagerOptions {
   int64_t max_tile_runs_per_session = 64;
   // Largest message; bounds the A_g rows kept for replaced blocks.
   int64_t max_message_bytes = int64_t{64} << 20;
+  // Pinned host memory that offloads and fetches pass through, taken at start and only where the
+  // device does not read any host memory. At least max_message_bytes. 0: 512 MiB, or two messages
+  // where that is more.
+  int64_t transfer_staging_bytes = 0;
+  // Threads that copy in and out of it. 0: four, or one a core where there are fewer.
+  int transfer_staging_threads = 0;
   // For tests: the clock that leases go by. Null: the system's.
   std::function<absl::Time()> now = nullptr;
 };

@@ -5,6 +5,13 @@
 // that reserved memory is enough; a decode step that would write such a block waits in the queue
 // until the offload is done. A fetch copies on the fetch stream: it waits there for appends that
 // were enqueued before it, and later appends into the same block wait for it.
+//
+// Where the device cannot address a message's memory (staging_), K and V of an offload are copied
+// into pinned memory between PlanOffload, which takes all that the offload needs and settles
+// whether it fails, and LaunchOffload; offloads are launched in the order in which they were
+// planned, so that all is ordered as it is without. A fetch waits for pinned memory before it
+// begins, since the addresses that it reads are resolved when it is enqueued, and is copied out of
+// it behind the device.
 
 #include <algorithm>
 #include <type_traits>
@@ -28,7 +35,7 @@ std::byte* Source(const std::byte* data) { return const_cast<std::byte*>(data); 
 
 }  // namespace
 
-struct OffloadCall::Work final : public HostTask {
+struct OffloadCall::Work final : public HostTask, public TransferStaging::Transfer {
   struct Target {
     std::byte* slot = nullptr;
     std::byte* row = nullptr;
@@ -37,9 +44,13 @@ struct OffloadCall::Work final : public HostTask {
 
   explicit Work(OffloadCall* call) : call(call) {}
   void Run() override { session->OnTransferComplete(call); }
+  void OnMemory() override { session->CopyIn(call); }
+  void OnCopied() override { session->OnCopiedIn(call); }
 
   OffloadCall* const call;
   SessionImpl* session = nullptr;
+  OffloadCall* next_staged = nullptr;
+  bool copied_in = false;
   std::vector<int64_t> keys;
   std::vector<Target> targets;
   std::vector<std::byte*> fresh_slots;
@@ -50,9 +61,11 @@ struct OffloadCall::Work final : public HostTask {
 OffloadCall::OffloadCall() : work_(std::make_unique<Work>(this)) {}
 OffloadCall::~OffloadCall() = default;
 
-struct FetchCall::Work final : public HostTask {
+struct FetchCall::Work final : public HostTask, public TransferStaging::Transfer {
   explicit Work(FetchCall* call) : call(call) {}
-  void Run() override { session->OnTransferComplete(call); }
+  void Run() override { session->OnGathered(call); }
+  void OnMemory() override { session->OnFetchMemory(call); }
+  void OnCopied() override { session->OnTransferComplete(call); }
 
   FetchCall* const call;
   SessionImpl* session = nullptr;
@@ -66,6 +79,7 @@ template <typename C>
 void SessionImpl::OnTransferComplete(C* call) {
   Call* ended = nullptr;
   std::function<void()> drained;
+  if (staging_ != nullptr) staging_->Release(call->work_.get());
   {
     std::lock_guard<std::mutex> lock(mutex_);
     call->status_ = CheckDevice(*device_);
@@ -77,7 +91,8 @@ void SessionImpl::OnTransferComplete(C* call) {
     Pump(&ended);
     drained = TakeDrained();
   }
-  // May free the call. The session stays: who ends it waits for its streams, and so for this task.
+  // May free the call. The session is not touched any more: who ends it waits for its streams, and
+  // so for their tasks, but not for the threads of the staging.
   call->Done();
   RunDone(ended);
   if (drained) drained();
@@ -90,10 +105,56 @@ void SessionImpl::Offload(OffloadCall* call) {
   if (call->status_.ok()) {
     std::lock_guard<std::mutex> lock(mutex_);
     call->status_ = Admit();
-    if (call->status_.ok()) call->status_ = StartOffload(*call);
-    if (call->status_.ok()) return;
+    if (call->status_.ok()) call->status_ = PlanOffload(*call);
+    if (call->status_.ok()) {
+      ++num_transfers_;
+      if (staging_ == nullptr) {
+        LaunchOffload(*call, call->k.data, call->v.data);
+      } else {
+        StageOffload(call);
+      }
+      return;
+    }
   }
   call->Done();
+}
+
+// Under the lock, so that memory is asked for in the order of the list: were it not, the first of
+// the list could wait for memory that those behind it hold while they wait for it.
+void SessionImpl::StageOffload(OffloadCall* call) {
+  call->work_->copied_in = false;
+  call->work_->next_staged = nullptr;
+  (staged_tail_ == nullptr ? staged_head_ : staged_tail_->work_->next_staged) = call;
+  staged_tail_ = call;
+  if (staging_->Take(call->work_.get(), call->k.bytes + call->v.bytes)) CopyIn(call);
+}
+
+// Needs no lock.
+void SessionImpl::CopyIn(OffloadCall* call) {
+  std::byte* const staged = call->work_->data();
+  staging_->Copy(call->work_.get(), {staged, call->k.data, call->k.bytes},
+                 {staged + call->k.bytes, call->v.data, call->v.bytes});
+}
+
+void SessionImpl::OnCopiedIn(OffloadCall* call) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  call->work_->copied_in = true;
+  while (staged_head_ != nullptr && staged_head_->work_->copied_in) {
+    OffloadCall& first = *staged_head_;
+    staged_head_ = std::exchange(first.work_->next_staged, nullptr);
+    if (staged_head_ == nullptr) staged_tail_ = nullptr;
+    LaunchOffload(first, first.work_->data(), first.work_->data() + first.k.bytes);
+  }
+}
+
+absl::Status SessionImpl::CheckStaged(int64_t bytes, absl::string_view message) const {
+  if (staging_ == nullptr || bytes <= staging_->capacity_bytes()) return absl::OkStatus();
+  return Error(absl::StatusCode::kResourceExhausted, Reason::kMessageTooLarge,
+               absl::StrCat("K and V have ", bytes, " bytes; --transfer_staging_bytes is ",
+                            staging_->capacity_bytes()))
+      .Meta("message", message)
+      .Meta("size_bytes", bytes)
+      .Meta("limit_bytes", staging_->capacity_bytes());
 }
 
 // Needs no lock.
@@ -137,7 +198,8 @@ absl::Status SessionImpl::CheckOffload(OffloadCall& call) {
   }
   const int64_t dims[] = {num_blocks, spec_.block_tokens, spec_.num_kv_heads, spec_.head_dim};
   SLUICE_RETURN_IF_ERROR(CheckTensor(call.k, "k", spec_.kv_dtype, dims));
-  return CheckTensor(call.v, "v", spec_.kv_dtype, dims);
+  SLUICE_RETURN_IF_ERROR(CheckTensor(call.v, "v", spec_.kv_dtype, dims));
+  return CheckStaged(call.k.bytes + call.v.bytes, "request");
 }
 
 // An A_g row for each target that a reserved block does not bring along; all of them, unless
@@ -164,7 +226,8 @@ absl::Status SessionImpl::TakeRows(OffloadCall& call) {
   return absl::OkStatus();
 }
 
-absl::Status SessionImpl::StartOffload(OffloadCall& call) {
+// Takes slots and rows; nothing can fail after it.
+absl::Status SessionImpl::PlanOffload(OffloadCall& call) {
   OffloadCall::Work& work = *call.work_;
   const bool predict = call.predict != PredictMode::kOff;
   int64_t num_fresh = 0;
@@ -188,10 +251,6 @@ absl::Status SessionImpl::StartOffload(OffloadCall& call) {
     return status;
   }
 
-  // Nothing can fail any more.
-  work.copies.clear();
-  work.projections.clear();
-  const int64_t wire_bytes = slot_bytes_ / 2;
   int64_t next_fresh = 0;
   for (size_t i = 0; i < call.blocks.size(); ++i) {
     const OffloadBlock& block = call.blocks[i];
@@ -207,16 +266,26 @@ absl::Status SessionImpl::StartOffload(OffloadCall& call) {
     } else {
       target.slot = work.fresh_slots[next_fresh++];
     }
+  }
+  return absl::OkStatus();
+}
+
+void SessionImpl::LaunchOffload(OffloadCall& call, const std::byte* k, const std::byte* v) {
+  OffloadCall::Work& work = *call.work_;
+  work.copies.clear();
+  work.projections.clear();
+  const int64_t wire_bytes = slot_bytes_ / 2;
+  for (size_t i = 0; i < call.blocks.size(); ++i) {
+    const OffloadBlock& block = call.blocks[i];
+    const OffloadCall::Work::Target& target = work.targets[i];
     const int64_t valid_tokens = block.valid_tokens == 0 ? spec_.block_tokens : block.valid_tokens;
-    work.copies.push_back({target.slot, Source(call.k.data) + i * wire_bytes,
-                           Source(call.v.data) + i * wire_bytes, 0,
+    work.copies.push_back({target.slot, Source(k) + i * wire_bytes, Source(v) + i * wire_bytes, 0,
                            static_cast<int32_t>(valid_tokens),
                            static_cast<int32_t>(spec_.block_tokens - valid_tokens)});
     if (target.row != nullptr) {
       work.projections.push_back({target.slot, target.row, 0, static_cast<int32_t>(valid_tokens)});
     }
   }
-  ++num_transfers_;
   ops_.StoreTokens({layout_, work.copies.data(), std::ssize(work.copies)}, *ingest_stream_);
   if (!work.projections.empty()) {
     ops_.ProjectKeys({layout_, static_cast<int32_t>(spec_.rank), projection_.data(), 0,
@@ -224,7 +293,6 @@ absl::Status SessionImpl::StartOffload(OffloadCall& call) {
                      *ingest_stream_);
   }
   ingest_stream_->Enqueue(&work);
-  return absl::OkStatus();
 }
 
 void SessionImpl::EndOffload(OffloadCall& call) {
@@ -267,14 +335,44 @@ void SessionImpl::AbandonOffload(OffloadCall& call) {
 }
 
 void SessionImpl::Fetch(FetchCall* call) {
-  call->work_->session = this;
+  FetchCall::Work& work = *call->work_;
+  work.session = this;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     call->status_ = Admit();
-    if (call->status_.ok()) call->status_ = StartFetch(*call);
-    if (call->status_.ok()) return;
+    const int64_t bytes = std::ssize(call->block_ids) * slot_bytes_;
+    if (call->status_.ok()) call->status_ = CheckStaged(bytes, "reply");
+    if (call->status_.ok()) {
+      ++num_transfers_;
+      // OnFetchMemory goes on.
+      if (staging_ != nullptr && !staging_->Take(&work, bytes)) return;
+      call->status_ = StartFetch(*call);
+      if (call->status_.ok()) return;
+      --num_transfers_;
+      if (staging_ != nullptr) staging_->Release(&work);
+    }
   }
   call->Done();
+}
+
+void SessionImpl::OnFetchMemory(FetchCall* call) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    call->status_ = StartFetch(*call);
+    if (call->status_.ok()) return;
+  }
+  OnTransferComplete(call);
+}
+
+void SessionImpl::OnGathered(FetchCall* call) {
+  if (staging_ == nullptr) {
+    OnTransferComplete(call);
+    return;
+  }
+  const int64_t half_bytes = std::ssize(call->block_ids) * slot_bytes_ / 2;
+  const std::byte* const staged = call->work_->data();
+  staging_->Copy(call->work_.get(), {call->k, staged, half_bytes},
+                 {call->v, staged + half_bytes, half_bytes});
 }
 
 absl::Status SessionImpl::StartFetch(FetchCall& call) {
@@ -283,6 +381,9 @@ absl::Status SessionImpl::StartFetch(FetchCall& call) {
   work.copies.clear();
   call.info.clear();
   const int64_t wire_bytes = slot_bytes_ / 2;
+  const bool staged = staging_ != nullptr;
+  std::byte* const k = staged ? work.data() : call.k;
+  std::byte* const v = staged ? k + std::ssize(call.block_ids) * wire_bytes : call.v;
   StreamPosition last_write = 0;
   for (size_t i = 0; i < call.block_ids.size(); ++i) {
     const uint32_t block_id = call.block_ids[i];
@@ -290,14 +391,13 @@ absl::Status SessionImpl::StartFetch(FetchCall& call) {
     const BlockEntry& entry = blocks_->at(call.layer, block_id);
     if (!entry.stored()) return BlockNotFound(call.layer, block_id);
     last_write = std::max(last_write, entry.last_write);
-    work.copies.push_back({entry.slot, call.k + i * wire_bytes, call.v + i * wire_bytes, 0,
+    work.copies.push_back({entry.slot, k + i * wire_bytes, v + i * wire_bytes, 0,
                            entry.valid_tokens,
                            static_cast<int32_t>(spec_.block_tokens - entry.valid_tokens)});
     call.info.push_back(InfoOf(call.layer, block_id));
   }
   SLUICE_RETURN_IF_ERROR(
       MakeRoom(*fetch_stream_, std::ssize(work.copies) * static_cast<int64_t>(sizeof(TokenCopy))));
-  ++num_transfers_;
   if (last_write > attention_stream_->completed()) {
     fetch_stream_->WaitFor(*attention_stream_, last_write);
   }

@@ -6,6 +6,8 @@
 //   StreamGate gate(*device.streams()[1]);    // nothing enqueued on the ingest stream from here on
 //   runs ... gate.Open();                              // ... before this
 //
+// `strict`: with the memory of a GPU; see strict_device.h.
+//
 // Threads: streams() is for the test's own thread; the rest as Device. A closed gate holds one
 // worker of the device.
 
@@ -24,14 +26,19 @@
 #include "kernels/cpu/cpu_device.h"
 #include "kernels/device/device.h"
 #include "kernels/device/failure.h"
+#include "tests/base/strict_device.h"
 
 namespace sluice {
 
 class TestDevice final : public Device {
  public:
-  explicit TestDevice(int num_threads)
-      : TestDevice(*CreateCpuDevice({.num_threads = num_threads})) {}
-  explicit TestDevice(std::unique_ptr<Device> device) : device_(std::move(device)) {}
+  explicit TestDevice(int num_threads, bool strict = false)
+      : TestDevice(*CreateCpuDevice({.num_threads = num_threads}), strict) {}
+  // `strict`: one that reads any host memory becomes one that is as strict about memory as a GPU.
+  explicit TestDevice(std::unique_ptr<Device> device, bool strict = false)
+      : device_(strict && device->info().reads_any_host_memory
+                    ? CreateStrictDevice(std::move(device))
+                    : std::move(device)) {}
 
   // All streams ever created, in order.
   const std::vector<Stream*>& streams() const { return streams_; }

@@ -1,6 +1,6 @@
-#include "tests/faults/illegal_access.h"
-
 #include <cuda_runtime_api.h>
+
+#include "tests/faults/illegal_access.h"
 
 namespace sluice {
 namespace {

@@ -1,6 +1,8 @@
 #include "tests/rpc/daemon.h"
 
+#include <cstdlib>
 #include <set>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "google/rpc/error_details.pb.h"
@@ -42,7 +44,8 @@ v1::SessionSpec SmallSpec(const std::string& name) {
 }
 
 Daemon::Daemon(DaemonOptions options) {
-  device_ = std::make_unique<TestDevice>(options.num_threads);
+  device_ = std::make_unique<TestDevice>(options.num_threads,
+                                         std::getenv("SLUICE_TEST_STRICT_DEVICE") != nullptr);
   manager_ = *SessionManager::Create(options.sessions, device_.get());
   options.rpc.device.kind = device_->info().kind;
   auto server = RpcServer::Start(options.rpc, manager_.get());

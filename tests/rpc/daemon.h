@@ -1,5 +1,6 @@
 // A whole daemon in the test's process, reached over a real socket: CPU device, sessions, server,
-// and stubs.
+// and stubs. With SLUICE_TEST_STRICT_DEVICE in the environment the device is strict about memory,
+// as a GPU is (tests/base/strict_device.h).
 //
 //   Daemon daemon;
 //   const v1::SessionHandle handle = daemon.Open("a");

@@ -49,6 +49,13 @@ class SwapTest : public ::testing::Test {
     return all;
   }
 
+  bool NothingIsInFlight() {
+    v1::GetUsageResponse usage;
+    return Invoke(*daemon.admin, &v1::AdminService::Stub::GetUsage, v1::GetUsageRequest(), &usage)
+               .ok() &&
+           usage.inflight_bytes() == 0;
+  }
+
   Daemon daemon;
   Model model;
 };
@@ -175,12 +182,33 @@ TEST_F(SwapTest, AReaderThatGoesAwayLeavesNothingBehind) {
     }
     EXPECT_EQ(reader->Finish().error_code(), grpc::StatusCode::CANCELLED);
   }
-  EXPECT_TRUE(Eventually([&] {
-    v1::GetUsageResponse usage;
-    return Invoke(*daemon.admin, &v1::AdminService::Stub::GetUsage, v1::GetUsageRequest(), &usage)
-               .ok() &&
-           usage.inflight_bytes() == 0;
-  }));
+  EXPECT_TRUE(Eventually([&] { return NothingIsInFlight(); }));
+}
+
+TEST_F(SwapTest, AWriterThatGoesAwayLeavesBatchesThatAreWholeOrNotThere) {
+  const std::vector<uint32_t> ids = {0, 1, 2, 3, 4, 5, 6, 7};
+  for (int i = 0; i < 20; ++i) {
+    grpc::ClientContext context;
+    const auto stream = daemon.swap->OffloadStream(&context);
+    for (uint32_t layer = 0; layer < 2; ++layer) {
+      v1::OffloadStreamRequest request;
+      *request.mutable_batch() = model.Offload(layer, ids);
+      stream->Write(request);
+    }
+    if (i % 2 == 0) absl::SleepFor(absl::Microseconds(100 * i));
+    context.TryCancel();
+    EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::CANCELLED);
+  }
+  EXPECT_TRUE(Eventually([&] { return NothingIsInFlight(); }));
+  EXPECT_EQ(List(100).size() % ids.size(), 0u);
+  // What still ran would hold the close up.
+  v1::CloseSessionRequest request;
+  *request.mutable_session() = model.handle;
+  request.set_mode(v1::CLOSE_MODE_DELETE_DATA);
+  v1::CloseSessionResponse response;
+  EXPECT_TRUE(
+      Invoke(*daemon.session, &v1::SessionService::Stub::CloseSession, request, &response).ok());
+  EXPECT_EQ(daemon.manager().MemoryUsage()[1].used_bytes, 0);
 }
 
 TEST_F(SwapTest, OffloadStreamAcksInOrderAndABadBatchDisturbsNoOther) {

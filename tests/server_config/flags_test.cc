@@ -45,7 +45,7 @@ TEST(Flags, EveryWayOfWritingThem) {
       Parse({"--listen_address", "0.0.0.0:0", "--insecure", "-num_threads=3", "--max_sessions=2",
              "--hbm_budget_bytes=1000000", "--log_format=json", "--log_level", "debug",
              "--port_file=/tmp/port", "--shutdown_grace_ms=5", "--device=cuda",
-             "--hbm_block_budget_bytes=1000"});
+             "--hbm_block_budget_bytes=1000", "--transfer_staging_bytes=100000000"});
   ASSERT_FALSE(line.exit_code.has_value()) << line.output;
   EXPECT_EQ(line.options.listen.listen_address, "0.0.0.0:0");
   EXPECT_EQ(line.options.device.num_threads, 3);
@@ -53,6 +53,7 @@ TEST(Flags, EveryWayOfWritingThem) {
   EXPECT_EQ(line.options.memory.hbm_budget_bytes, 1'000'000);
   EXPECT_EQ(line.options.memory.hbm_block_budget_bytes, 1'000);
   EXPECT_EQ(line.options.device.device, DeviceChoice::kCuda);
+  EXPECT_EQ(line.options.memory.transfer_staging_bytes, 100'000'000);
   EXPECT_EQ(line.options.log.log_format, LogFormat::kJson);
   EXPECT_EQ(line.options.log.log_level, LogLevel::kDebug);
   EXPECT_EQ(line.options.listen.port_file, "/tmp/port");
@@ -81,7 +82,9 @@ TEST(Flags, WrongOnesSayWhatIsWrong) {
            {{"--hbm_budget_bytes=0", "--hbm_block_budget_bytes=-2"}, "-1 or more"},
            {{"--hbm_block_budget_bytes=-1", "--host_budget_bytes=-1"}, "0 or more"},
            {{"--host_budget_bytes=0", "--device=tpu"}, "auto, cpu or cuda"},
-           {{"--device=auto", "--num_threads=-1"}, "0 or more"},
+           {{"--device=auto", "--transfer_staging_bytes=999999"}, "--max_message_bytes"},
+           {{"--transfer_staging_bytes=-1"}, "--max_message_bytes"},
+           {{"--transfer_staging_bytes=0", "--num_threads=-1"}, "0 or more"},
            {{"--num_threads=0", "--shutdown_grace_ms=-1"}, "0 or more"},
            {{"--shutdown_grace_ms=1", "--log_level=loud"}, "loud"},
            {{"--log_level=info", "--log_format=xml"}, "xml"},

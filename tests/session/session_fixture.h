@@ -1,5 +1,8 @@
 // A manager over the device that the program links (device_under_test.h), calls that can be waited
 // for, and float64 references.
+//
+// With SLUICE_TEST_STRICT_DEVICE in the environment the device is strict about memory, as a GPU is
+// (tests/base/strict_device.h).
 
 #ifndef TESTS_SESSION_SESSION_FIXTURE_H_
 #define TESTS_SESSION_SESSION_FIXTURE_H_
@@ -7,6 +10,7 @@
 #include <atomic>
 #include <cmath>
 #include <condition_variable>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <memory>
@@ -76,7 +80,8 @@ class SessionFixture : public ::testing::Test {
  protected:
   void SetUp() override {
     // Two workers for the work, two for gates to hold.
-    device_ = std::make_unique<TestDevice>(CreateDeviceUnderTest(4));
+    device_ = std::make_unique<TestDevice>(CreateDeviceUnderTest(4),
+                                           std::getenv("SLUICE_TEST_STRICT_DEVICE") != nullptr);
     MakeManager({});
   }
   void TearDown() override {

@@ -51,9 +51,12 @@ class Stress : public SessionFixture {
 };
 
 TEST_F(Stress, ManyThreadsOnOneSession) {
+  // Where there is staging (on a strict device), two transfers have room in it.
   MakeManager({.hbm_block_budget_bytes = 30 * 4096,
                .host_budget_bytes = 70 * 4096,
-               .max_queued_calls_per_session = 24});
+               .max_queued_calls_per_session = 24,
+               .max_message_bytes = 2 * 4096,
+               .transfer_staging_bytes = 2 * 4096});
   SessionSpec spec = SmallSpec();
   spec.retention = absl::Hours(1);
   Open(spec);
@@ -226,7 +229,11 @@ TEST_F(Stress, ManyThreadsOnOneSession) {
 // Sessions are opened, used and closed by several threads at once; every call ends, and nothing is
 // left.
 TEST_F(Stress, SessionsAreClosedUnderWork) {
-  MakeManager({.hbm_block_budget_bytes = 1 << 18, .host_budget_bytes = 1 << 20, .max_sessions = 4});
+  MakeManager({.hbm_block_budget_bytes = 1 << 18,
+               .host_budget_bytes = 1 << 20,
+               .max_sessions = 4,
+               .max_message_bytes = 2 * 4096,
+               .transfer_staging_bytes = 2 * 4096});
   const std::set<std::string> closing = {"SESSION_CLOSING", "SESSION_NOT_FOUND", "SESSION_DETACHED",
                                          "FENCED"};
   for (int i = 0; i < 3; ++i) {
