@@ -2,11 +2,14 @@
 # Runs what ./dev gpu-package has laid beside it, on a machine with a GPU: checks first, then times, a short table last.
 #
 #   run.sh             everything
-#   run.sh test        the conformance suite
-#   run.sh sanitize    a small part of it under compute-sanitizer, each of its tools
+#   run.sh test        all tests: kernels, sessions, no CUDA calls when warm, a stress, and a GPU that fails
+#   run.sh sanitize    a small part of them under compute-sanitizer, each of its tools
 #   run.sh bench [NAME]
+#   run.sh unpack DIR  only lay the programs into DIR
+#
+# SLUICE_STRESS_SECONDS (120) is how long 64 sessions are under stress; SLUICE_SEED runs the random cases of a seed.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")"
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 failed=()
 
@@ -17,7 +20,23 @@ run() {
   "$@" || failed+=("$name")
 }
 
-conformance() { run conformance ./cuda_conformance --gtest_brief=1; }
+unpack() { mkdir -p "$1" && tar xzf "$here/programs.tar.gz" -C "$1"; }
+
+enter() {
+  programs=$(mktemp -d)
+  trap 'rm -rf "$programs"' EXIT
+  unpack "$programs"
+  cd "$programs" || exit 1
+}
+
+tests() {
+  # The stress apart, since it has a length of its own.
+  run tests env SLUICE_STRESS_SECONDS=3 ./cuda_tests --gtest_brief=1 --gtest_filter=-ManySessions.*
+  run stress env SLUICE_STRESS_SECONDS="${SLUICE_STRESS_SECONDS:-120}" ./cuda_tests --gtest_brief=1 \
+    --gtest_filter=ManySessions.*
+  run "a GPU that fails" env SLUICE_FAULT_DEVICE=cuda SLUICE_FAULTY_DAEMON=./faulty_sluiced \
+    ./faulty_daemon_check --gtest_brief=1
+}
 
 sanitize() {
   local tool sanitizer
@@ -27,19 +46,24 @@ sanitize() {
     return
   fi
   for tool in memcheck racecheck initcheck synccheck; do
-    run "$tool" "$sanitizer" --tool "$tool" --error-exitcode 9 ./cuda_conformance \
+    run "$tool" "$sanitizer" --tool "$tool" --error-exitcode 9 ./cuda_tests \
       --gtest_brief=1 --gtest_filter="${SANITIZE_FILTER:-*BatchesOfMixedLengths*:*ScaleSoftcap*:*TopKIsInOrder*:*StoreThenGather*:*MergeOfParts*}"
   done
 }
 
 bench() { run bench ./cuda_bench "$@"; }
 
+if [[ ${1:-} != unpack && ! -e /dev/nvidiactl ]]; then
+  echo "there is no GPU here: nothing is run"
+  exit 0
+fi
 case ${1:-all} in
-  all) conformance && sanitize; bench ;;
-  test) conformance ;;
-  sanitize) sanitize ;;
-  bench) shift; bench "$@" ;;
-  *) sed -n '2,7s/^# \{0,1\}//p' "$0"; exit 2 ;;
+  all) enter; tests; sanitize; bench ;;
+  test) enter; tests ;;
+  sanitize) enter; sanitize ;;
+  bench) shift; enter; bench "$@" ;;
+  unpack) unpack "${2:?a folder}" ;;
+  *) sed -n '2,11s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac
 
 if (( ${#failed[@]} )); then

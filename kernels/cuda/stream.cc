@@ -19,6 +19,7 @@ constexpr int64_t kUploadAlignment = 256;
 constexpr int64_t kAlignmentBytes = 16 * kUploadAlignment;
 constexpr int64_t kErrorRounds = 512;
 constexpr std::chrono::microseconds kIdleWatch(100);
+constexpr std::chrono::milliseconds kIdleCheck(200);
 
 // How a thread watches: it looks without a pause at first, then ever more rarely.
 class Patience {
@@ -38,6 +39,13 @@ class Patience {
  private:
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
+
+void CheckIdleDevice() {
+  if (Failed()) return;
+  const cudaError_t found = cudaStreamQuery(cudaStreamPerThread);
+  if (found == cudaSuccess || found == cudaErrorNotReady) return;
+  Fail(ToStatus(found, "seen by cudaStreamQuery while idle"), __FILE__, __LINE__);
+}
 
 }  // namespace
 
@@ -114,7 +122,15 @@ void CompletionThreads::Run() {
   // Whether this thread has just run tasks: more may be about to come.
   bool recent = false;
   while (true) {
-    wake_.wait(lock, [&] { return end_ || (!watching_ && (recent || !watched_.empty())); });
+    const auto wanted = [&] { return end_ || (!watching_ && (recent || !watched_.empty())); };
+    if (!wake_.wait_for(lock, kIdleCheck, wanted)) {
+      // Nobody calls: a GPU that fails meanwhile is to be seen all the same.
+      if (watching_) continue;
+      lock.unlock();
+      CheckIdleDevice();
+      lock.lock();
+      continue;
+    }
     if (end_) return;
     watching_ = true;
     CudaStream* stream = nullptr;
@@ -270,8 +286,9 @@ void CudaStream::Synchronize() {
 
 void CudaStream::CheckForError() {
   if (!works()) return;
-  const cudaError_t error = cudaStreamQuery(stream_);
-  if (error != cudaErrorNotReady) SLUICE_CUDA_CHECK(error);
+  const cudaError_t found = cudaStreamQuery(stream_);
+  if (found == cudaSuccess || found == cudaErrorNotReady) return;
+  Fail(ToStatus(found, "seen by cudaStreamQuery"), __FILE__, __LINE__);
 }
 
 bool CudaStream::IsReady(StreamPosition needs, uint64_t gate) const {

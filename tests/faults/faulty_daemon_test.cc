@@ -29,6 +29,7 @@ namespace sluice {
 namespace {
 
 constexpr int kExitCode = 70;
+constexpr int kTokens = 20;
 constexpr absl::Duration kStartTimeout = absl::Seconds(60);
 constexpr absl::Duration kEndTimeout = absl::Seconds(20);
 
@@ -47,7 +48,6 @@ class FaultyDaemon : public ::testing::Test {
         grpc::CreateChannel(absl::StrCat("127.0.0.1:", port_), grpc::InsecureChannelCredentials());
     session_ = v1::SessionService::NewStub(channel_);
     attention_ = v1::AttentionService::NewStub(channel_);
-    swap_ = v1::SwapService::NewStub(channel_);
     sequence_ = v1::SequenceService::NewStub(channel_);
     admin_ = v1::AdminService::NewStub(channel_);
   }
@@ -65,6 +65,8 @@ class FaultyDaemon : public ::testing::Test {
     std::vector<std::string> words = {program,           "--listen_address=127.0.0.1:0",
                                       "--unix_socket=",  absl::StrCat("--port_file=", port_file),
                                       "--num_threads=2", "--host_budget_bytes=268435456"};
+    words.push_back(on_gpu_ ? "--device=cuda" : "--device=cpu");
+    if (on_gpu_) words.push_back("--hbm_budget_bytes=4294967296");
     std::vector<char*> argv;
     for (std::string& word : words) argv.push_back(word.data());
     argv.push_back(nullptr);
@@ -123,7 +125,6 @@ class FaultyDaemon : public ::testing::Test {
   std::shared_ptr<grpc::Channel> channel_;
   std::unique_ptr<v1::SessionService::Stub> session_;
   std::unique_ptr<v1::AttentionService::Stub> attention_;
-  std::unique_ptr<v1::SwapService::Stub> swap_;
   std::unique_ptr<v1::SequenceService::Stub> sequence_;
   std::unique_ptr<v1::AdminService::Stub> admin_;
 };
@@ -132,9 +133,6 @@ TEST_F(FaultyDaemon, TellsItsClientsAndExitsWith70) {
   grpc::Status status;
   Model model(SmallSpec("a"), Open("a", &status));
   ASSERT_TRUE(status.ok()) << status.error_message();
-  v1::OffloadBlocksResponse stored;
-  status = Invoke(*swap_, &v1::SwapService::Stub::OffloadBlocks, model.Offload(0, {1, 2}), &stored);
-  ASSERT_TRUE(status.ok()) << status.error_message();
   v1::PutSequenceRequest put;
   *put.mutable_session() = model.handle;
   put.mutable_update()->set_generation(1);
@@ -142,17 +140,25 @@ TEST_F(FaultyDaemon, TellsItsClientsAndExitsWith70) {
   v1::PutSequenceResponse done;
   status = Invoke(*sequence_, &v1::SequenceService::Stub::PutSequence, put, &done);
   ASSERT_TRUE(status.ok()) << status.error_message();
+  for (int token = 0; token < kTokens; ++token) {
+    const v1::DecodeStepRequest step = model.Step(0, {{0, token + 1}}, true);
+    v1::DecodeStepResponse response;
+    status = Invoke(*attention_, &v1::AttentionService::Stub::DecodeStep, step, &response);
+    ASSERT_TRUE(status.ok()) << status.error_message();
+    model.Keep(step, 0, 0, 1 + token / 16, token % 16);
+  }
 
   // A client that decodes without a pause; every answer before the failure is right.
   std::atomic<int> num_steps{0};
   grpc::Status first_error;
   std::thread client([&] {
     while (first_error.ok()) {
-      const v1::DecodeStepRequest step = model.Step(0, {{0, 32}});
+      const v1::DecodeStepRequest step = model.Step(0, {{0, kTokens}});
       v1::DecodeStepResponse response;
       first_error = Invoke(*attention_, &v1::AttentionService::Stub::DecodeStep, step, &response);
       if (!first_error.ok()) break;
-      ExpectClose(Numbers(response.out()), model.Attend(step.q(), 0, 0, {1, 2}, 32, {}, nullptr));
+      ExpectClose(Numbers(response.out()),
+                  model.Attend(step.q(), 0, 0, {1, 2}, kTokens, {}, nullptr));
       ++num_steps;
     }
   });
@@ -190,16 +196,14 @@ TEST_F(FaultyDaemon, TellsItsClientsAndExitsWith70) {
          absl::FormatDuration(ended).c_str(), first_error.error_message().c_str());
 }
 
-// With nothing in flight the next call finds out.
-TEST_F(FaultyDaemon, AnIdleOneFindsOutWithTheNextCall) {
+// Nobody calls, and it is found out all the same.
+TEST_F(FaultyDaemon, AnIdleOneFindsOutByItself) {
   grpc::Status status;
   Open("a", &status);
   ASSERT_TRUE(status.ok()) << status.error_message();
   kill(pid_, SIGUSR1);
-  EXPECT_TRUE(Eventually([&] {
-    Open("b", &status);
-    return !status.ok();
-  }));
+  EXPECT_TRUE(Eventually([&] { return SaysNotServing(""); })) << Log();
+  Open("b", &status);
   ExpectRefused(status, grpc::StatusCode::UNAVAILABLE, Reason::kDeviceFailed);
   EXPECT_EQ(Wait(), kExitCode) << Log();
 }

@@ -6,13 +6,9 @@
 #include <semaphore.h>
 #include <signal.h>
 
-#include <cstdlib>
-#include <string>
 #include <thread>
 #include <utility>
 
-#include "kernels/cuda/cuda_device.h"
-#include "server/base/logging.h"
 #include "server/planted_faults.h"
 #include "tests/base/test_device.h"
 #include "tests/faults/illegal_access.h"
@@ -39,15 +35,6 @@ std::unique_ptr<Device> PlantFaults(std::unique_ptr<Device> device,
   action.sa_flags = SA_RESTART;
   sigaction(SIGUSR1, &action, nullptr);
 
-  const char* kind = std::getenv("SLUICE_FAULT_DEVICE");
-  if (kind != nullptr && kind == std::string("cuda") && device->info().kind != "cuda") {
-    auto cuda = CreateCudaDevice({.on_fatal = on_failure});
-    if (!cuda.ok()) {
-      LogError("no GPU to break", {{"status", cuda.status().ToString()}});
-      std::exit(1);
-    }
-    device = *std::move(cuda);
-  }
   if (device->info().kind == "cuda") {
     std::thread([] {
       WaitForSignal();

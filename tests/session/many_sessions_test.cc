@@ -96,7 +96,11 @@ class User {
     const int64_t stride =
         (SlotBytes(DType::kBf16, spec_.num_kv_heads, spec_.head_dim, spec_.block_tokens) + 4095) /
         4096 * 4096;
-    spec_.host_budget_bytes = (spec_.num_layers * kSequences * kTableBlocks + 20) * stride;
+    // A third of the tables in HBM, where there is some.
+    const int64_t num_blocks = spec_.num_layers * kSequences * kTableBlocks;
+    const int64_t in_hbm = device_.info().has_hbm ? num_blocks / 3 : 0;
+    spec_.hbm_budget_bytes = in_hbm * stride;
+    spec_.host_budget_bytes = (num_blocks - in_hbm + 20) * stride;
     const auto opened = manager_.Open(spec_);
     if (!opened.ok()) {
       ADD_FAILURE() << opened.status();
