@@ -82,7 +82,7 @@ void SessionImpl::OnTransferComplete(C* call) {
   if (staging_ != nullptr) staging_->Release(call->work_.get());
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    call->status_ = CheckDevice(*device_);
+    if (call->status_.ok()) call->status_ = CheckDevice(*device_);
     if constexpr (std::is_same_v<C, OffloadCall>) EndOffload(*call);
     // Before Done, which may hand in the next one.
     --num_transfers_;

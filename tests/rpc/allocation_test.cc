@@ -108,8 +108,7 @@ class Path {
 };
 
 template <typename Op>
-int64_t AllocationsWhenWarm(Session& session, const typename Op::Request& request,
-                            Stream& stream) {
+int64_t AllocationsWhenWarm(Session& session, const typename Op::Request& request, Stream& stream) {
   Path<Op> path(session, request);
   for (int i = 0; i < 20; ++i) path.RunTwoAtOnce(stream);
   num_allocations = 0;
