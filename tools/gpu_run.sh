@@ -4,6 +4,7 @@
 #   run.sh             everything
 #   run.sh test        all tests: kernels, sessions, no CUDA calls when warm, a stress, and a GPU that fails
 #   run.sh sanitize    a small part of them under compute-sanitizer, each of its tools
+#   run.sh llama       a Llama-shaped model through the daemon (needs torch, transformers, grpcio, ml_dtypes in python3)
 #   run.sh bench [NAME]
 #   run.sh unpack DIR  only lay the programs into DIR
 #
@@ -51,7 +52,16 @@ sanitize() {
   done
 }
 
-bench() { run bench ./cuda_bench "$@"; }
+# Kernels, then sessions without gRPC, then the daemon.
+bench() {
+  run "kernels" ./cuda_bench "$@"
+  run "sessions" ./session_bench "$@"
+  run "daemon" ./sluice_bench "${1:-rpc_gpu}"
+  [[ -n ${1:-} ]] || run "offload" ./sluice_bench rpc_offload
+}
+
+# A model beside torch and transformers, where Python has them and gRPC.
+llama() { run llama python3 tests/gpu/llama.py --sluiced ./sluiced; }
 
 if [[ ${1:-} != unpack && ! -e /dev/nvidiactl ]]; then
   echo "there is no GPU here: nothing is run"
@@ -61,9 +71,10 @@ case ${1:-all} in
   all) enter; tests; sanitize; bench ;;
   test) enter; tests ;;
   sanitize) enter; sanitize ;;
+  llama) enter; llama ;;
   bench) shift; enter; bench "$@" ;;
   unpack) unpack "${2:?a folder}" ;;
-  *) sed -n '2,11s/^# \{0,1\}//p' "$0"; exit 2 ;;
+  *) sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac
 
 if (( ${#failed[@]} )); then
