@@ -64,9 +64,7 @@ class TestDevice final : public Device {
     if (commits_left-- <= 0) return absl::ResourceExhaustedError("no memory: injected");
     return device_->Commit(buffer, offset_bytes, bytes);
   }
-  absl::Status TakeDeviceMemory(int64_t bytes) override {
-    return device_->TakeDeviceMemory(bytes);
-  }
+  absl::Status TakeDeviceMemory(int64_t bytes) override { return device_->TakeDeviceMemory(bytes); }
   std::unique_ptr<Stream> CreateStream(StreamPriority priority) override {
     auto stream = device_->CreateStream(priority);
     streams_.push_back(stream.get());
