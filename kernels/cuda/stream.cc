@@ -18,7 +18,9 @@ constexpr int64_t kUploadAlignment = 256;
 // What operations that share a MakeRoom may lose to alignment.
 constexpr int64_t kAlignmentBytes = 16 * kUploadAlignment;
 constexpr int64_t kErrorRounds = 512;
-constexpr std::chrono::microseconds kIdleWatch(100);
+// Watching goes on without a pause for this long: a scheduler's next step comes sooner than that,
+// and a thread that sleeps takes as long to wake as a short step takes in all.
+constexpr std::chrono::microseconds kBusyWatch(500);
 constexpr std::chrono::milliseconds kIdleCheck(200);
 
 // How a thread watches: it looks without a pause at first, then ever more rarely.
@@ -28,7 +30,7 @@ class Patience {
   std::chrono::nanoseconds waited() const { return std::chrono::steady_clock::now() - start_; }
   void Pause() {
     const auto waited = std::chrono::steady_clock::now() - start_;
-    if (waited < std::chrono::microseconds(200)) {
+    if (waited < kBusyWatch) {
       for (int i = 0; i < 8; ++i) __builtin_ia32_pause();
     } else {
       std::this_thread::sleep_for(
@@ -142,7 +144,7 @@ void CompletionThreads::Run() {
         idle = !idle;
         patience.Reset();
       }
-      if (idle && patience.waited() > kIdleWatch) break;
+      if (idle && patience.waited() > kBusyWatch) break;
       // Work that failed never counts as complete.
       if (!idle && rounds % kErrorRounds == 0) watched_.front()->CheckForError();
       lock.unlock();
