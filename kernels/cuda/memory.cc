@@ -89,7 +89,7 @@ class Memory {
     }
     slabs_.clear();
     while (!ranges_.empty()) EndRange(Unlink(ranges_.begin()));
-    kept_host_.clear();
+    for (auto& kept : kept_) kept.clear();
     for (const CUmemGenericAllocationHandle handle : spare_handles_) {
       SLUICE_CUDA_CHECK(driver().release(handle));
     }
@@ -144,23 +144,17 @@ class Memory {
   }
 
   void Release(std::byte* data, int64_t bytes) {
-    std::unique_lock<std::mutex> lock(mutex_);
+    std::lock_guard<std::mutex> lock(mutex_);
     // Who knows what still writes there.
     if (Failed()) return;
     const auto piece = pieces_.find(data);
     if (piece == pieces_.end()) {
       const auto range = ranges_.find(data);
       SLUICE_CHECK(range != ranges_.end());
-      if (range->second->kind == MemoryKind::kHost) {
-        // Unpinning waits for the GPU, which may wait for a host task, which may wait for us.
-        kept_host_.emplace(range->second->bytes, data);
-        return;
-      }
-      Unlinked unlinked = Unlink(range);
-      lock.unlock();
-      Unmap(unlinked);
-      lock.lock();
-      TakeBack(unlinked);
+      // Unpinning and unmapping can wait for the GPU, which may wait for a host task, which may
+      // wait for whoever holds the driver up. So a range is kept for the next that is about as
+      // large.
+      kept_[static_cast<int>(range->second->kind)].emplace(range->second->bytes, data);
       return;
     }
     int log2 = kMinClassLog2;
@@ -196,15 +190,14 @@ class Memory {
     range->kind = kind;
     range->bytes = RoundUp(bytes, unit);
     std::byte* data = nullptr;
-    if (kind == MemoryKind::kHost) {
-      // The smallest that was given back and is not far too large.
-      const auto kept = kept_host_.lower_bound(range->bytes);
-      if (kept != kept_host_.end() && kept->first <= 2 * range->bytes) {
-        data = kept->second;
-        kept_host_.erase(kept);
-        *reserved_bytes = range->bytes;
-        return data;
-      }
+    // The smallest that was given back and is not far too large.
+    std::multimap<int64_t, std::byte*>& kept_ranges = kept_[static_cast<int>(kind)];
+    const auto kept = kept_ranges.lower_bound(range->bytes);
+    if (kept != kept_ranges.end() && kept->first <= 2 * range->bytes) {
+      data = kept->second;
+      kept_ranges.erase(kept);
+      *reserved_bytes = range->bytes;
+      return data;
     }
     if (kind == MemoryKind::kDevice) {
       CUdeviceptr address = 0;
@@ -300,8 +293,12 @@ class Memory {
       if (spare_handles_.empty()) {
         CUmemGenericAllocationHandle handle = 0;
         absl::Status status = Create(1, &handle);
-        if (!status.ok()) return status;
-        spare_handles_.push_back(handle);
+        if (status.ok()) {
+          spare_handles_.push_back(handle);
+        } else {
+          EndKeptRanges();
+          if (spare_handles_.empty()) return status;
+        }
       }
       absl::Status status =
           Map(data + granule * granule_bytes_, granule_bytes_, spare_handles_.back());
@@ -349,8 +346,14 @@ class Memory {
     return ranges_.extract(it);
   }
 
-  // The end of a range in three steps, of which the middle one needs no lock: Unlink, Unmap,
-  // TakeBack. On a failed device it stays where it is.
+  // The last resort where the budget is spent: the granules of ranges that nobody uses.
+  void EndKeptRanges() {
+    auto& kept_ranges = kept_[static_cast<int>(MemoryKind::kDevice)];
+    for (const auto& [bytes, data] : kept_ranges) EndRange(Unlink(ranges_.find(data)));
+    kept_ranges.clear();
+  }
+
+  // The end of a range: Unlink, Unmap, TakeBack. On a failed device it stays where it is.
   void Unmap(const Unlinked& unlinked) {
     std::byte* const data = unlinked.key();
     const Range& range = *unlinked.mapped();
@@ -380,7 +383,6 @@ class Memory {
     }
     for (const Range::LargeRun& run : range.large_runs) num_granules_ -= run.count;
   }
-  // With the lock, where nothing runs.
   void EndRange(const Unlinked& unlinked) {
     Unmap(unlinked);
     TakeBack(unlinked);
@@ -396,7 +398,8 @@ class Memory {
   int numa_node_ = -1;
   std::vector<CUmemGenericAllocationHandle> spare_handles_;
   Ranges ranges_;
-  std::multimap<int64_t, std::byte*> kept_host_;  // ranges given back, by bytes; still pinned
+  // By kind: ranges that were given back, by bytes; what was committed still is.
+  std::multimap<int64_t, std::byte*> kept_[2];
   std::vector<std::byte*> slabs_;
   std::map<std::byte*, MemoryKind> pieces_;  // live pieces of slabs
   std::vector<std::byte*> free_[2][kNumClasses];

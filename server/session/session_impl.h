@@ -260,9 +260,10 @@ class SessionImpl final : public Session {
   int64_t num_queued_ = 0;
   int num_started_ = 0;
   int64_t num_transfers_ = 0;  // offloads and fetches in flight, or waiting for staging
-  // Offloads that are planned and not launched, in order.
+  // Offloads that are planned and not launched, in order, and what they will take of MakeRoom's.
   OffloadCall* staged_head_ = nullptr;
   OffloadCall* staged_tail_ = nullptr;
+  int64_t planned_array_bytes_ = 0;
 
   absl::flat_hash_map<uint64_t, std::shared_ptr<TileRun>> runs_;
   uint64_t next_run_id_ = 1;

@@ -33,6 +33,11 @@ constexpr absl::Duration kPredictionRetry = absl::Milliseconds(10);
 // TokenCopy serves both directions; StoreTokens only reads what k and v point to.
 std::byte* Source(const std::byte* data) { return const_cast<std::byte*>(data); }
 
+// What the device is told of a batch.
+int64_t ArrayBytes(const OffloadCall& call) {
+  return std::ssize(call.blocks) * static_cast<int64_t>(sizeof(TokenCopy) + sizeof(ProjectBlock));
+}
+
 }  // namespace
 
 struct OffloadCall::Work final : public HostTask, public TransferStaging::Transfer {
@@ -82,6 +87,7 @@ void SessionImpl::OnTransferComplete(C* call) {
   if (staging_ != nullptr) staging_->Release(call->work_.get());
   {
     std::lock_guard<std::mutex> lock(mutex_);
+    // A fetch that waited for staging may have failed before it began.
     if (call->status_.ok()) call->status_ = CheckDevice(*device_);
     if constexpr (std::is_same_v<C, OffloadCall>) EndOffload(*call);
     // Before Done, which may hand in the next one.
@@ -241,9 +247,8 @@ absl::Status SessionImpl::PlanOffload(OffloadCall& call) {
     work.targets[i].lent = entry.slot != nullptr && !entry.stored();
     num_fresh += work.targets[i].lent ? 0 : 1;
   }
-  SLUICE_RETURN_IF_ERROR(MakeRoom(
-      *ingest_stream_,
-      std::ssize(call.blocks) * static_cast<int64_t>(sizeof(TokenCopy) + sizeof(ProjectBlock))));
+  // Beside what is planned and not launched yet.
+  SLUICE_RETURN_IF_ERROR(MakeRoom(*ingest_stream_, planned_array_bytes_ + ArrayBytes(call)));
   work.fresh_slots.resize(num_fresh);
   SLUICE_RETURN_IF_ERROR(blocks_->TakeSlots(absl::MakeSpan(work.fresh_slots)));
   if (absl::Status status = TakeRows(call); !status.ok()) {
@@ -267,11 +272,13 @@ absl::Status SessionImpl::PlanOffload(OffloadCall& call) {
       target.slot = work.fresh_slots[next_fresh++];
     }
   }
+  planned_array_bytes_ += ArrayBytes(call);
   return absl::OkStatus();
 }
 
 void SessionImpl::LaunchOffload(OffloadCall& call, const std::byte* k, const std::byte* v) {
   OffloadCall::Work& work = *call.work_;
+  planned_array_bytes_ -= ArrayBytes(call);
   work.copies.clear();
   work.projections.clear();
   const int64_t wire_bytes = slot_bytes_ / 2;

@@ -96,9 +96,9 @@ class User {
     const int64_t stride =
         (SlotBytes(DType::kBf16, spec_.num_kv_heads, spec_.head_dim, spec_.block_tokens) + 4095) /
         4096 * 4096;
-    // A third of the tables in HBM, where there is some.
+    // A third of the tables in HBM.
     const int64_t num_blocks = spec_.num_layers * kSequences * kTableBlocks;
-    const int64_t in_hbm = device_.info().has_hbm ? num_blocks / 3 : 0;
+    const int64_t in_hbm = num_blocks / 3;
     spec_.hbm_budget_bytes = in_hbm * stride;
     spec_.host_budget_bytes = (num_blocks - in_hbm + 20) * stride;
     const auto opened = manager_.Open(spec_);
@@ -363,7 +363,9 @@ class User {
 class ManySessions : public SessionFixture {};
 
 TEST_F(ManySessions, MixedWorkAgainstReferences) {
-  MakeManager({.hbm_budget_bytes = int64_t{64} << 30, .host_budget_bytes = int64_t{4} << 30});
+  MakeManager({.hbm_budget_bytes = int64_t{64} << 30,
+               .hbm_block_budget_bytes = int64_t{2} << 30,
+               .host_budget_bytes = int64_t{4} << 30});
   std::vector<std::unique_ptr<User>> users;
   for (int i = 0; i < kSessions; ++i) {
     users.push_back(std::make_unique<User>(*device_, *manager_, i));
@@ -392,7 +394,9 @@ TEST_F(ManySessions, MixedWorkAgainstReferences) {
 
 // Equal sessions, each stepping as fast as it is answered: the slowest gets half of the mean.
 TEST_F(ManySessions, TheSlowestHasHalfOfTheMean) {
-  MakeManager({.hbm_budget_bytes = int64_t{64} << 30, .host_budget_bytes = int64_t{4} << 30});
+  MakeManager({.hbm_budget_bytes = int64_t{64} << 30,
+               .hbm_block_budget_bytes = int64_t{2} << 30,
+               .host_budget_bytes = int64_t{4} << 30});
   constexpr int64_t kContext = 256;
   std::vector<std::shared_ptr<Session>> sessions;
   for (int i = 0; i < kSessions; ++i) {

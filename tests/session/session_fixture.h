@@ -114,6 +114,8 @@ class SessionFixture : public ::testing::Test {
     manager_.reset();
     if (options.hbm_budget_bytes == 0) options.hbm_budget_bytes = int64_t{1} << 30;
     if (options.host_budget_bytes == 0) options.host_budget_bytes = int64_t{1} << 30;
+    // Blocks lie in host memory on every device, unless a test is about tiers.
+    if (options.hbm_block_budget_bytes < 0) options.hbm_block_budget_bytes = 0;
     options.now = [this] { return absl::Now() + clock_offset_.get(); };
     auto manager = SessionManager::Create(options, device_.get());
     ASSERT_TRUE(manager.ok()) << manager.status();
