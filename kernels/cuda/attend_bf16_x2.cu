@@ -2,8 +2,8 @@
 
 namespace sluice::cuda {
 
-cudaError_t LaunchAttendBf16x2(AttendKernelArgs& args, int num_sms, cudaStream_t stream) {
-  return LaunchAttendHeadDim<__nv_bfloat16, 2>(args, num_sms, stream);
+cudaError_t LaunchAttendBf16x2(const AttendKernelArgs& args, cudaStream_t stream) {
+  return LaunchAttendHeadDim<__nv_bfloat16, 2>(args, stream);
 }
 
 }  // namespace sluice::cuda

@@ -9,7 +9,7 @@
 namespace sluice::cuda {
 namespace {
 
-// Tokens that attention copies at once where they lie in one piece.
+// Tokens that the kernel reads from one address where they lie in one block.
 constexpr int kStepTokens = 16;
 
 int64_t Align16(int64_t bytes) { return (bytes + 15) / 16 * 16; }
@@ -19,29 +19,36 @@ int64_t TableBytes(const AttendParams& params, const AttendSequence& sequence) {
          static_cast<int64_t>(sizeof(std::byte*));
 }
 
+cudaError_t LaunchAttend(const AttendKernelArgs& args, int pieces, cudaStream_t stream) {
+  if (args.dtype == DType::kBf16) {
+    return pieces == 1 ? LaunchAttendBf16x1(args, stream) : LaunchAttendBf16x2(args, stream);
+  }
+  return pieces == 1 ? LaunchAttendFp16x1(args, stream) : LaunchAttendFp16x2(args, stream);
+}
+
 }  // namespace
 
 AttendCall::AttendCall(AttendPlan* plan, const AttendParams& params, int num_sms)
-    : plan_(*plan), params_(params), num_sms_(num_sms) {
+    : plan_(*plan), params_(params) {
   const KvLayout& layout = params.layout;
   pieces_ = PiecesOf(layout.head_dim, MaxRows(params));
-  plan->Build(params, 8 * pieces_, num_sms);
+  plan->Build(params, 8 * pieces_, num_sms * BlocksPerSm(layout.head_dim));
   int64_t tables_bytes = 0;
   for (int64_t i = 0; i < params.num_sequences; ++i) {
     tables_bytes += TableBytes(params, params.sequences[i]);
   }
-  const int64_t units_offset =
-      Align16(params.num_sequences * static_cast<int64_t>(sizeof(AttendSequenceArgs)));
-  const int64_t merges_offset =
-      units_offset +
-      Align16(std::ssize(plan->units) * static_cast<int64_t>(sizeof(AttendUnitArgs)));
-  arrays_bytes_ = merges_offset +
-                  Align16(std::ssize(plan->merges) * static_cast<int64_t>(sizeof(AttendMergeArgs)));
-
+  const int64_t teams_offset =
+      std::ssize(plan->entries) * static_cast<int64_t>(sizeof(AttendEntryArgs));
+  arrays_bytes_ = Align16(teams_offset +
+                          std::ssize(plan->teams) * static_cast<int64_t>(sizeof(AttendTeamArgs)));
+  // What goes into an upload: first the counters, then the arrays and tables that are too large
+  // for the parameters.
+  counters_bytes_ = Align16(plan->num_counters * static_cast<int64_t>(sizeof(uint32_t)));
+  upload_bytes_ = counters_bytes_;
   if (arrays_bytes_ > kInlineArgsBytes) {
-    upload_bytes_ = arrays_bytes_ + tables_bytes;
+    upload_bytes_ += arrays_bytes_ + tables_bytes;
   } else if (arrays_bytes_ + tables_bytes > kInlineArgsBytes) {
-    upload_bytes_ = tables_bytes;
+    upload_bytes_ += tables_bytes;
   }
 
   args_.token_stride_bytes = layout.token_stride_bytes;
@@ -57,22 +64,21 @@ AttendCall::AttendCall(AttendPlan* plan, const AttendParams& params, int num_sms
   const auto workspace = reinterpret_cast<int64_t>(params.workspace);
   args_.partial_m_l = reinterpret_cast<float*>((workspace + 255) / 256 * 256);
   args_.partial_o = args_.partial_m_l + (2 * plan->num_states + 3) / 4 * 4;
+  args_.counters = nullptr;
   args_.arrays = nullptr;
   args_.tables = nullptr;
+  args_.teams_offset = static_cast<int32_t>(teams_offset);
   args_.tables_offset = static_cast<int32_t>(arrays_bytes_);
-  args_.units_offset = static_cast<int32_t>(units_offset);
-  args_.merges_offset = static_cast<int32_t>(merges_offset);
-  args_.num_units = static_cast<int32_t>(plan->units.size());
-  args_.num_merges = static_cast<int32_t>(plan->merges.size());
+  args_.num_entries = static_cast<int32_t>(plan->entries.size());
+  args_.num_teams = plan->num_teams();
+  args_.team_blocks = plan->team_blocks;
+  args_.part_spans = plan->part_spans;
   args_.head_dim = layout.head_dim;
   args_.num_query_heads = params.num_query_heads;
   args_.num_kv_heads = layout.num_kv_heads;
   args_.group = params.num_query_heads / layout.num_kv_heads;
   args_.block_tokens_log2 = std::countr_zero(static_cast<uint32_t>(layout.block_tokens));
-  args_.contiguous = layout.block_tokens >= kStepTokens && layout.head_dim % 32 == 0 &&
-                     layout.token_stride_bytes == 2 * layout.head_dim;
-  args_.num_stages = 0;
-  args_.warp_bytes = 0;
+  args_.regular = layout.block_tokens >= kStepTokens && layout.head_dim % 32 == 0;
   args_.scale = params.options.scale;
   args_.logit_softcap = params.options.logit_softcap;
   args_.dtype = layout.dtype;
@@ -80,11 +86,15 @@ AttendCall::AttendCall(AttendPlan* plan, const AttendParams& params, int num_sms
 }
 
 void AttendCall::Fill(std::byte* upload, const std::byte* seen) {
+  if (counters_bytes_ > 0) std::memset(upload, 0, counters_bytes_);
+  args_.counters = reinterpret_cast<uint32_t*>(const_cast<std::byte*>(seen));
+  upload += counters_bytes_;
+  seen += counters_bytes_;
   const bool arrays_inline = arrays_bytes_ <= kInlineArgsBytes;
   std::byte* arrays = arrays_inline ? args_.inline_arrays : upload;
   std::byte* tables = arrays + arrays_bytes_;
   if (!arrays_inline) args_.arrays = seen;
-  if (arrays_inline && upload_bytes_ > 0) {
+  if (arrays_inline && upload_bytes_ > counters_bytes_) {
     tables = upload;
     args_.tables = seen;
   }
@@ -93,26 +103,18 @@ void AttendCall::Fill(std::byte* upload, const std::byte* seen) {
     const AttendSequence& sequence = params_.sequences[i];
     const int64_t bytes = TableBytes(params_, sequence);
     if (bytes > 0) std::memcpy(tables + at, sequence.blocks, bytes);
-    const AttendSequenceArgs packed = {at, sequence.context_tokens, sequence.first_row,
-                                       sequence.query_tokens, sequence.causal ? 1 : 0};
-    std::memcpy(arrays + i * static_cast<int64_t>(sizeof(packed)), &packed, sizeof(packed));
     at += bytes;
   }
   const auto copy = [&](int64_t offset, const auto& values) {
     if (values.empty()) return;
     std::memcpy(arrays + offset, values.data(), values.size() * sizeof(values[0]));
   };
-  copy(args_.units_offset, plan_.units);
-  copy(args_.merges_offset, plan_.merges);
+  copy(0, plan_.entries);
+  copy(args_.teams_offset, plan_.teams);
 }
 
-cudaError_t AttendCall::Launch(cudaStream_t stream) {
-  cudaError_t error = cudaSuccess;
-  if (args_.num_units > 0) error = LaunchAttend(args_, pieces_, num_sms_, stream);
-  if (error == cudaSuccess && args_.num_merges > 0) {
-    error = LaunchAttendMerge(args_, plan_.max_merge_query_tokens, stream);
-  }
-  return error;
+cudaError_t AttendCall::Launch(cudaStream_t stream) const {
+  return plan_.entries.empty() ? cudaSuccess : LaunchAttend(args_, pieces_, stream);
 }
 
 }  // namespace sluice::cuda

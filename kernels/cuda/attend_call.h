@@ -1,4 +1,4 @@
-// One Attend call made ready for its kernels: the plan, their parameters, and the arrays they read.
+// One Attend call made ready for its kernel: the plan, its parameters, and the arrays it reads.
 //
 //   AttendCall call(&plan, params, num_sms);
 //   call.Fill(host, device);  // call.upload_bytes() of pinned memory, and where kernels see them
@@ -26,21 +26,21 @@ class AttendCall {
   // this.
   AttendCall(AttendPlan* plan, const AttendParams& params, int num_sms);
 
-  // What kernels read beside their parameters: small calls nothing, others the block tables, large
-  // ones the other arrays too.
+  // What the kernel takes beside its parameters: counters where blocks share a sequence; of larger
+  // calls the block tables, of the largest the other arrays too. It leaves all of it as it was.
   int64_t upload_bytes() const { return upload_bytes_; }
-  // Writes upload_bytes() to host memory, which kernels will see at `seen`, and what travels in the
-  // parameters there.
+  // Writes upload_bytes() to host memory, which the kernel will see at `seen`, and what travels in
+  // the parameters there.
   void Fill(std::byte* upload, const std::byte* seen);
-  // Where kernels find q, if not where the params say.
+  // Where the kernel finds q, if not where the params say.
   void set_q(const std::byte* q) { args_.q = q; }
-  cudaError_t Launch(cudaStream_t stream);
+  cudaError_t Launch(cudaStream_t stream) const;
 
  private:
   const AttendPlan& plan_;
   const AttendParams& params_;
-  const int num_sms_;
   int pieces_ = 0;
+  int64_t counters_bytes_ = 0;
   int64_t arrays_bytes_ = 0;
   int64_t upload_bytes_ = 0;
   AttendKernelArgs args_;

@@ -2,8 +2,8 @@
 
 namespace sluice::cuda {
 
-cudaError_t LaunchAttendFp16x2(AttendKernelArgs& args, int num_sms, cudaStream_t stream) {
-  return LaunchAttendHeadDim<__half, 2>(args, num_sms, stream);
+cudaError_t LaunchAttendFp16x2(const AttendKernelArgs& args, cudaStream_t stream) {
+  return LaunchAttendHeadDim<__half, 2>(args, stream);
 }
 
 }  // namespace sluice::cuda

@@ -1,5 +1,5 @@
-// How one Attend call is cut into units and merges (attend_args.h), and what it takes of the
-// workspace.
+// How one Attend call is cut into entries, parts and teams (attend_args.h), and what it takes of
+// the workspace.
 //
 // Threads: a plan is used by one thread at a time.
 
@@ -14,17 +14,28 @@
 
 namespace sluice::cuda {
 
-int64_t AttendWorkspaceBytes(const AttendParams& params, int num_sms);
+// Grows with every context and with the number of sequences.
+int64_t AttendWorkspaceBytes(const AttendParams& params);
 
 struct AttendPlan {
-  // `rows_per_unit` query rows of a kv head. The parts are splits where the call is small, which is
-  // told from what the workspace may depend on.
-  void Build(const AttendParams& params, int rows_per_unit, int num_sms);
+  // `rows_per_entry` query rows of a kv head, for `num_blocks` blocks of threads at once.
+  void Build(const AttendParams& params, int rows_per_entry, int num_blocks);
 
-  std::vector<AttendUnitArgs> units;
-  std::vector<AttendMergeArgs> merges;
+  std::vector<AttendEntryArgs> entries;
+  std::vector<AttendTeamArgs> teams;  // and one more, where the last ends
+  int team_blocks = 0;
+  int part_spans = 0;
   int64_t num_states = 0;
-  int max_merge_query_tokens = 0;
+  int num_counters = 0;
+
+  int num_teams() const { return static_cast<int>(teams.size()) - 1; }
+
+ private:
+  void AddEntries(const AttendParams& params, int rows_per_entry);
+  int64_t CutIntoTeams(int num_teams);
+  void ShareEntries(int num_kv_heads);
+
+  std::vector<int64_t> entry_spans_;
 };
 
 // The query rows of a kv head of the sequence that has most of them.

@@ -121,7 +121,7 @@ StreamPosition CudaOps::ScoreBlocks(const ScoreParams& params, Stream& stream) {
 }
 
 int64_t CudaOps::AttendWorkspaceBytes(const AttendParams& params) const {
-  return cuda::AttendWorkspaceBytes(params, num_sms_);
+  return cuda::AttendWorkspaceBytes(params);
 }
 
 StreamPosition CudaOps::Attend(const AttendParams& params, Stream& stream) {

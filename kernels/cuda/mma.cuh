@@ -27,6 +27,24 @@ __device__ __forceinline__ void Mma(float (&c)[4], uint32_t a0, uint32_t a1, uin
   }
 }
 
+// Four 8 x 8 matrices of 16-bit values from shared memory: lane i has the address of row i % 8 of
+// matrix i / 8, and gets columns 2 (lane % 4) and the next of row lane / 4 of each; transposed, of
+// column lane / 4 the rows 2 (lane % 4) and the next.
+template <bool kTransposed>
+__device__ __forceinline__ uint4 LoadMatrices(uint32_t address) {
+  uint4 x;
+  if constexpr (kTransposed) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(address));
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(address));
+  }
+  return x;
+}
+
 // Transposes an 8 x 8 matrix of 16-bit values: lane / 4 is the row, (lane % 4) * 2 the column.
 __device__ __forceinline__ uint32_t Transpose(uint32_t x) {
   uint32_t result;

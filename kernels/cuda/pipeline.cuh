@@ -1,4 +1,4 @@
-// Asynchronous copies from global into shared memory, in groups that end in order.
+// Asynchronous copies from global into shared memory, and barriers that warps pass in phases.
 
 #ifndef KERNELS_CUDA_PIPELINE_CUH_
 #define KERNELS_CUDA_PIPELINE_CUH_
@@ -18,68 +18,52 @@ __device__ __forceinline__ void CopyAsync16(uint32_t to, const std::byte* from) 
                "l"(__cvta_generic_to_global(from))
                : "memory");
 }
+// The same, or 16 zeros, in which case nothing is read.
+__device__ __forceinline__ void CopyAsync16(uint32_t to, const std::byte* from, bool present) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to),
+               "l"(__cvta_generic_to_global(from)), "r"(present ? 16 : 0)
+               : "memory");
+}
 
 // Ends a group: this thread's copies since the one before.
 __device__ __forceinline__ void EndCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until all of this thread's groups but the newest `pending` have ended; at most 7.
-__device__ __forceinline__ void WaitForCopies(int pending) {
-  switch (pending) {
-    case 0:
-      asm volatile("cp.async.wait_group 0;" ::: "memory");
-      break;
-    case 1:
-      asm volatile("cp.async.wait_group 1;" ::: "memory");
-      break;
-    case 2:
-      asm volatile("cp.async.wait_group 2;" ::: "memory");
-      break;
-    case 3:
-      asm volatile("cp.async.wait_group 3;" ::: "memory");
-      break;
-    case 4:
-      asm volatile("cp.async.wait_group 4;" ::: "memory");
-      break;
-    case 5:
-      asm volatile("cp.async.wait_group 5;" ::: "memory");
-      break;
-    case 6:
-      asm volatile("cp.async.wait_group 6;" ::: "memory");
-      break;
-    default:
-      asm volatile("cp.async.wait_group 7;" ::: "memory");
+// Waits until all of this thread's groups but the newest kPending have ended.
+template <int kPending>
+__device__ __forceinline__ void WaitForCopies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// A barrier in shared memory that threads arrive at and wait for at different times. It goes from
+// phase 0 to 1, 0, 1, ... whenever all have arrived.
+struct Barrier {
+  uint64_t word;
+
+  // By one thread, before the block synchronizes.
+  __device__ __forceinline__ void Init(int num_threads) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(SharedAddress(&word)), "r"(num_threads)
+                 : "memory");
   }
-}
-
-__device__ __forceinline__ uint4 LoadShared16(uint32_t address) {
-  uint4 value;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "r"(address)
-               : "memory");
-  return value;
-}
-__device__ __forceinline__ uint2 LoadShared8(uint32_t address) {
-  uint2 value;
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-               : "=r"(value.x), "=r"(value.y)
-               : "r"(address)
-               : "memory");
-  return value;
-}
-
-// A kernel launched as the programmatic dependent of another starts when all blocks of that one
-// have called AllowNextKernel or ended, and sees what they wrote after WaitForKernelBefore.
-__device__ __forceinline__ void AllowNextKernel() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void WaitForKernelBefore() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
+  // What this thread has done in shared memory is seen by those who wait.
+  __device__ __forceinline__ void Arrive() {
+    asm volatile(
+        "{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(SharedAddress(&word))
+        : "memory");
+  }
+  // Until phase `phase` is over.
+  __device__ __forceinline__ void Wait(int phase) {
+    uint32_t is_over = 0;
+    while (is_over == 0) {
+      asm volatile(
+          "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; "
+          "selp.u32 %0, 1, 0, p; }"
+          : "=r"(is_over)
+          : "r"(SharedAddress(&word)), "r"(phase)
+          : "memory");
+    }
+    __syncwarp();
+  }
+};
 
 }  // namespace sluice::cuda
 

@@ -77,27 +77,16 @@ __device__ __forceinline__ void StoreOut(DType dtype, std::byte* out, int64_t in
     reinterpret_cast<__half*>(out)[index] = __float2half_rn(value);
   }
 }
-// Elements [index, index + 4); index is a multiple of 4.
-__device__ __forceinline__ void StoreOut4(DType dtype, std::byte* out, int64_t index,
-                                          const float (&values)[4]) {
+// Elements index and index + 1; index is even.
+__device__ __forceinline__ void StoreOut2(DType dtype, std::byte* out, int64_t index, float first,
+                                          float second) {
   if (dtype == DType::kF32) {
-    *reinterpret_cast<float4*>(out + 4 * index) =
-        make_float4(values[0], values[1], values[2], values[3]);
-    return;
-  }
-  uint2 packed;
-  if (dtype == DType::kBf16) {
-    const __nv_bfloat162 low = __floats2bfloat162_rn(values[0], values[1]);
-    const __nv_bfloat162 high = __floats2bfloat162_rn(values[2], values[3]);
-    packed =
-        make_uint2(reinterpret_cast<const uint32_t&>(low), reinterpret_cast<const uint32_t&>(high));
+    *reinterpret_cast<float2*>(out + 4 * index) = make_float2(first, second);
+  } else if (dtype == DType::kBf16) {
+    *reinterpret_cast<__nv_bfloat162*>(out + 2 * index) = __floats2bfloat162_rn(first, second);
   } else {
-    const __half2 low = __floats2half2_rn(values[0], values[1]);
-    const __half2 high = __floats2half2_rn(values[2], values[3]);
-    packed =
-        make_uint2(reinterpret_cast<const uint32_t&>(low), reinterpret_cast<const uint32_t&>(high));
+    *reinterpret_cast<__half2*>(out + 2 * index) = __floats2half2_rn(first, second);
   }
-  *reinterpret_cast<uint2*>(out + 2 * index) = packed;
 }
 
 }  // namespace sluice::cuda

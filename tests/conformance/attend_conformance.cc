@@ -1,6 +1,7 @@
 // Attend against float64: shapes, options, and inputs meant to break it.
 
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <random>
 #include <vector>
@@ -255,6 +256,61 @@ TEST_P(AttendConformance, LaterQueryTokensDoNotReachEarlierOnes) {
       problem.Run(*stream_);
       EXPECT_EQ(Bits(problem.out, 0, 4 * row_values), before) << group;
     }
+  }
+}
+
+// NaN in K makes the rows that see it NaN, NaN in V one element of theirs; rows that do not see it
+// stay as they are.
+TEST_P(AttendConformance, NaNThatIsSeenReachesTheResult) {
+  for (const DType dtype : {DType::kBf16, DType::kFp16}) {
+    const uint16_t nan = dtype == DType::kBf16 ? 0x7fc0 : 0x7e00;
+    for (const int64_t context : {3, 40, 700, 3000}) {
+      for (const bool in_v : {false, true}) {
+        // Seen by all three query tokens, by the last two, by the last.
+        for (const int64_t token : {context / 3, context - 2, context - 1}) {
+          AttendShape shape;
+          shape.dtype = dtype;
+          shape.group = 3;
+          shape.sequences = {{context, 3}, {context, 1}};
+          AttendProblem problem(*device_, shape);
+          constexpr int kDim = 21;
+          auto* row = const_cast<std::byte*>(problem.tables[0][token / shape.block_tokens]) +
+                      token % shape.block_tokens * problem.layout.token_stride_bytes +
+                      (in_v ? problem.layout.v_offset_bytes : 0) + 2 * kDim;
+          std::memcpy(row, &nan, 2);  // of kv head 0
+          problem.Run(*stream_);
+          for (int r = 0; r < 4; ++r) {
+            const bool sees = r < 3 && context - 3 + r >= token;
+            for (int h = 0; h < problem.num_query_heads(); ++h) {
+              const bool hit = sees && h < shape.group;
+              for (int d = 0; d < shape.head_dim; ++d) {
+                ASSERT_EQ(std::isnan(problem.OutputAt(r, h, d)), hit && (!in_v || d == kDim))
+                    << shape.ToString() << ": token " << token << (in_v ? " V" : " K") << " row "
+                    << r << " head " << h << " element " << d;
+              }
+              ASSERT_EQ(std::isnan(problem.lse[r * problem.num_query_heads() + h]), hit && !in_v);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(AttendConformance, NothingButNaN) {
+  for (const int64_t context : {1, 100, 2500}) {
+    AttendShape shape;
+    shape.sequences = {{context, 1}};
+    AttendProblem problem(*device_, shape);
+    for (int64_t i = 0; i < problem.pool.count(); i += 2) {
+      const uint16_t nan = 0x7fc0;
+      std::memcpy(problem.pool.data() + i, &nan, 2);
+    }
+    problem.Run(*stream_);
+    for (int64_t i = 0; i < problem.out.count(); ++i) {
+      ASSERT_TRUE(std::isnan(problem.out[i])) << context << " " << i;
+    }
+    for (int64_t i = 0; i < problem.lse.count(); ++i) ASSERT_TRUE(std::isnan(problem.lse[i]));
   }
 }
 

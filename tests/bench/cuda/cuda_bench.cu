@@ -2,6 +2,7 @@
 // ceiling, ratio; a table comes last.
 //
 //   cuda_bench [NAME]     only rows whose name contains NAME
+//   cuda_bench --serve    times decode cases as it is told to (flashinfer_bench.py)
 //
 // A row and its ceiling run in turn, as graphs of equally many launches over inputs that rotate
 // through at least 1 GiB; both are the median of kRounds.
@@ -14,9 +15,11 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
+#include <iostream>
 #include <memory>
 #include <numeric>
 #include <random>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -201,38 +204,53 @@ struct DecodeInput {
   std::unique_ptr<Array> arrays;
 };
 
-void Decode(const DecodeCase& c) {
-  char name[128];
-  std::snprintf(name, sizeof(name), "decode %d x %lldK gqa %d block %d q %d%s", c.batch,
-                static_cast<long long>(c.context / 1024), c.group, c.block_tokens, c.query_tokens,
-                c.host ? " host" : "");
-  if (!Wanted(name)) return;
-  constexpr int kHeads = 8;
-  constexpr int kDim = 128;
-  const int64_t slot_bytes = SlotBytes(DType::kBf16, kHeads, kDim, c.block_tokens);
-  const int64_t blocks = c.batch * c.context / c.block_tokens;
-  const int64_t bytes = blocks * slot_bytes;
-  const int sets = c.host ? 1 : static_cast<int>(std::max<int64_t>(1, kRotationBytes / bytes));
-  Array pool(sets * bytes, c.host);
-  FillKernel<<<1024, 256, 0, stream>>>(reinterpret_cast<uint4*>(pool.data), sets * bytes / 16, 1);
-  CHECK_CUDA(cudaStreamSynchronize(stream));
-  const int64_t rows = int64_t{c.batch} * c.query_tokens;
-  const int64_t q_bytes = rows * kHeads * c.group * kDim * 2;
-  Array q(q_bytes), out(q_bytes);
-  FillKernel<<<64, 256, 0, stream>>>(reinterpret_cast<uint4*>(q.data), q_bytes / 16, 2);
-  Array sink(256);
-  std::vector<int64_t> order(sets * blocks);
-  std::iota(order.begin(), order.end(), 0);
-  std::mt19937_64 random(1);
-  std::shuffle(order.begin(), order.end(), random);
-  std::unique_ptr<Array> workspace;
-  std::vector<DecodeInput> inputs(sets);
-  std::vector<const uint4* const*> tables;
-  std::vector<std::unique_ptr<Array>> table_arrays;
-  for (int s = 0; s < sets; ++s) {
-    DecodeInput& input = inputs[s];
+// The inputs of a case, each in as many sets as rotate through kRotationBytes, and its graph.
+class Decode {
+ public:
+  explicit Decode(const DecodeCase& c)
+      : slot_bytes(SlotBytes(DType::kBf16, kHeads, kDim, c.block_tokens)),
+        blocks(c.batch * c.context / c.block_tokens),
+        bytes(blocks * slot_bytes),
+        sets(c.host ? 1 : static_cast<int>(std::max<int64_t>(1, kRotationBytes / bytes))),
+        launches(c.host ? 2 : std::max(sets, 8)),
+        pool_(sets * bytes, c.host),
+        q_(QueryBytes(c)),
+        out_(QueryBytes(c)),
+        inputs_(sets) {
+    FillKernel<<<1024, 256, 0, stream>>>(reinterpret_cast<uint4*>(pool_.data), sets * bytes / 16,
+                                         1);
+    FillKernel<<<64, 256, 0, stream>>>(reinterpret_cast<uint4*>(q_.data), QueryBytes(c) / 16, 2);
+    CHECK_CUDA(cudaStreamSynchronize(stream));
+    std::vector<int64_t> order(sets * blocks);
+    std::iota(order.begin(), order.end(), 0);
+    std::mt19937_64 random(1);
+    std::shuffle(order.begin(), order.end(), random);
+    for (int s = 0; s < sets; ++s) Fill(c, order.data() + s * blocks, inputs_[s]);
+    // A copy from pageable memory may still be on its way when cudaMemcpy returns, and the stream
+    // does not wait for it by itself.
+    CHECK_CUDA(cudaDeviceSynchronize());
+    graph = std::make_unique<Graph>(
+        [&](int i) { CHECK_CUDA(inputs_[i % sets].call->Launch(stream)); }, launches);
+  }
+
+  const int64_t slot_bytes;
+  const int64_t blocks;
+  const int64_t bytes;
+  const int sets;
+  const int launches;
+  std::vector<const uint4* const*> tables;  // block addresses on the GPU, of each set
+  std::unique_ptr<Graph> graph;
+
+ private:
+  static constexpr int kHeads = 8;
+  static constexpr int kDim = 128;
+  static int64_t QueryBytes(const DecodeCase& c) {
+    return int64_t{c.batch} * c.query_tokens * kHeads * c.group * kDim * 2;
+  }
+
+  void Fill(const DecodeCase& c, const int64_t* order, DecodeInput& input) {
     for (int64_t i = 0; i < blocks; ++i) {
-      input.table.push_back(pool.data + order[s * blocks + i] * slot_bytes);
+      input.table.push_back(pool_.data + order[i] * slot_bytes);
     }
     for (int i = 0; i < c.batch; ++i) {
       AttendSequence sequence;
@@ -248,34 +266,60 @@ void Decode(const DecodeCase& c) {
     params.num_query_heads = kHeads * c.group;
     params.sequences = input.sequences.data();
     params.num_sequences = c.batch;
-    params.num_rows = rows;
-    params.q = q.data;
-    params.out = out.data;
-    if (workspace == nullptr) {
-      workspace = std::make_unique<Array>(AttendWorkspaceBytes(params, num_sms));
+    params.num_rows = int64_t{c.batch} * c.query_tokens;
+    params.q = q_.data;
+    params.out = out_.data;
+    if (workspace_ == nullptr) {
+      workspace_ = std::make_unique<Array>(AttendWorkspaceBytes(params));
     }
-    params.workspace = workspace->data;
+    params.workspace = workspace_->data;
     input.call = std::make_unique<AttendCall>(&input.plan, params, num_sms);
     const int64_t upload_bytes = std::max<int64_t>(input.call->upload_bytes(), 16);
     input.arrays = std::make_unique<Array>(upload_bytes);
     std::vector<std::byte> packed(upload_bytes);
     input.call->Fill(packed.data(), input.arrays->data);
     CHECK_CUDA(cudaMemcpy(input.arrays->data, packed.data(), upload_bytes, cudaMemcpyHostToDevice));
-    table_arrays.push_back(std::make_unique<Array>(8 * blocks));
-    CHECK_CUDA(cudaMemcpy(table_arrays.back()->data, input.table.data(), 8 * blocks,
+    table_arrays_.push_back(std::make_unique<Array>(8 * blocks));
+    CHECK_CUDA(cudaMemcpy(table_arrays_.back()->data, input.table.data(), 8 * blocks,
                           cudaMemcpyHostToDevice));
-    tables.push_back(reinterpret_cast<const uint4* const*>(table_arrays.back()->data));
+    tables.push_back(reinterpret_cast<const uint4* const*>(table_arrays_.back()->data));
   }
-  // A copy from pageable memory may still be on its way when cudaMemcpy returns, and the stream
-  // does not wait for it by itself.
-  CHECK_CUDA(cudaDeviceSynchronize());
-  const int launches = c.host ? 2 : std::max(sets, 8);
+
+  Array pool_, q_, out_;
+  std::unique_ptr<Array> workspace_;
+  std::vector<DecodeInput> inputs_;
+  std::vector<std::unique_ptr<Array>> table_arrays_;
+};
+
+void ReportDecode(const DecodeCase& c) {
+  char name[128];
+  std::snprintf(name, sizeof(name), "decode %d x %lldK gqa %d block %d q %d%s", c.batch,
+                static_cast<long long>(c.context / 1024), c.group, c.block_tokens, c.query_tokens,
+                c.host ? " host" : "");
+  if (!Wanted(name)) return;
+  Decode decode(c);
+  const Array sink(256);
   std::vector<std::unique_ptr<Graph>> row;
-  row.push_back(std::make_unique<Graph>(
-      [&](int i) { CHECK_CUDA(inputs[i % sets].call->Launch(stream)); }, launches));
-  Report({name}, static_cast<double>(bytes), row,
-         ReadGraphs(tables, blocks, slot_bytes, launches, reinterpret_cast<uint32_t*>(sink.data),
-                    c.host));
+  row.push_back(std::move(decode.graph));
+  Report({name}, static_cast<double>(decode.bytes), row,
+         ReadGraphs(decode.tables, decode.blocks, decode.slot_bytes, decode.launches,
+                    reinterpret_cast<uint32_t*>(sink.data), c.host));
+}
+
+// Reads cases from standard input, a line each: batch, context, group, block_tokens. Answers
+// "ready", then each line "time" with the microseconds of one launch, until another line ends the
+// case.
+void Serve() {
+  std::string line;
+  while (std::getline(std::cin, line)) {
+    DecodeCase c;
+    if (!(std::istringstream(line) >> c.batch >> c.context >> c.group >> c.block_tokens)) continue;
+    Decode decode(c);
+    std::cout << "ready" << std::endl;
+    while (std::getline(std::cin, line) && line == "time") {
+      std::cout << decode.graph->Time() << std::endl;
+    }
+  }
 }
 
 void Score(ScoreKind kind, int64_t top_k) {
@@ -387,11 +431,16 @@ void RunWays() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc > 1) filter = argv[1];
+  const bool serve = argc > 1 && std::string(argv[1]) == "--serve";
+  if (argc > 1 && !serve) filter = argv[1];
   cudaDeviceProp properties;
   CHECK_CUDA(cudaGetDeviceProperties(&properties, 0));
   num_sms = properties.multiProcessorCount;
   CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  if (serve) {
+    Serve();
+    return 0;
+  }
   std::printf("{\"device\": \"%s\", \"multiprocessors\": %d}\n", properties.name, num_sms);
   for (const DecodeCase& c : std::vector<DecodeCase>{{64, 8192},
                                                      {8, 32'768},
@@ -407,7 +456,7 @@ int main(int argc, char** argv) {
                                                      {64, 8192, 4, 16, 4},
                                                      {1, 32'768, 4, 16, 1, true},
                                                      {8, 8192, 4, 16, 1, true}}) {
-    Decode(c);
+    ReportDecode(c);
   }
   for (const ScoreKind kind : {ScoreKind::kMaxDot, ScoreKind::kMass}) {
     for (const int64_t top_k : {0, 1024}) Score(kind, top_k);
