@@ -19,6 +19,25 @@ int64_t TableBytes(const AttendParams& params, const AttendSequence& sequence) {
          static_cast<int64_t>(sizeof(std::byte*));
 }
 
+// Blocks of threads that fill the link to host memory several times over, and leave most of the GPU
+// to other streams: a call that waits for the link would hold it all for milliseconds.
+constexpr int kHostBlocksOfThreads = 32;
+// HBM is read this many times as fast by so few blocks.
+constexpr int64_t kHbmSpeedup = 5;
+
+// Whether the link is what the call waits for.
+bool WaitsForLink(const AttendParams& params) {
+  int64_t num_blocks = 0;
+  int64_t host_blocks = 0;
+  for (int64_t i = 0; i < params.num_sequences; ++i) {
+    const AttendSequence& sequence = params.sequences[i];
+    num_blocks +=
+        (sequence.context_tokens + params.layout.block_tokens - 1) / params.layout.block_tokens;
+    host_blocks += sequence.host_blocks;
+  }
+  return host_blocks > 0 && host_blocks * kHbmSpeedup >= num_blocks - host_blocks;
+}
+
 cudaError_t LaunchAttend(const AttendKernelArgs& args, int pieces, cudaStream_t stream) {
   if (args.dtype == DType::kBf16) {
     return pieces == 1 ? LaunchAttendBf16x1(args, stream) : LaunchAttendBf16x2(args, stream);
@@ -32,7 +51,9 @@ AttendCall::AttendCall(AttendPlan* plan, const AttendParams& params, int num_sms
     : plan_(*plan), params_(params) {
   const KvLayout& layout = params.layout;
   pieces_ = PiecesOf(layout.head_dim, MaxRows(params));
-  plan->Build(params, 8 * pieces_, num_sms * BlocksPerSm(layout.head_dim));
+  int blocks_of_threads = num_sms * BlocksPerSm(layout.head_dim);
+  if (WaitsForLink(params)) blocks_of_threads = std::min(blocks_of_threads, kHostBlocksOfThreads);
+  plan->Build(params, 8 * pieces_, blocks_of_threads);
   int64_t tables_bytes = 0;
   for (int64_t i = 0; i < params.num_sequences; ++i) {
     tables_bytes += TableBytes(params, params.sequences[i]);
