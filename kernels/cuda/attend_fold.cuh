@@ -75,8 +75,10 @@ class AttendFolder {
       __threadfence();
       const bool is_last =
           atomicAdd(counter, 1u) + 1 == static_cast<uint32_t>(unit.entry.num_teams);
-      if (is_last) *counter = 0;
-      __threadfence();
+      if (is_last) {
+        *counter = 0;
+        __threadfence();
+      }
       shared_.is_last = is_last ? 1 : 0;
     }
     __syncthreads();
@@ -258,11 +260,15 @@ class AttendFolder {
     return folds;
   }
 
-  static __device__ __forceinline__ void FoldWeighted(LaneState& into, const Fold& fold, float l,
-                                                      float2 o) {
-    into.l = __fmaf_rn(l, fold.part_weight, __fmul_rn(into.l, fold.into_weight));
-    into.o.x = FoldElement(fold, into.o.x, o.x);
-    into.o.y = FoldElement(fold, into.o.y, o.y);
+  // Without a branch, so that several parts' are under way together.
+  static __device__ __forceinline__ void FoldWhere(bool folds, LaneState& into, const Fold& fold,
+                                                   float l, float2 o) {
+    const float new_l = __fmaf_rn(l, fold.part_weight, __fmul_rn(into.l, fold.into_weight));
+    const float new_x = FoldElement(fold, into.o.x, o.x);
+    const float new_y = FoldElement(fold, into.o.y, o.y);
+    into.l = folds ? new_l : into.l;
+    into.o.x = folds ? new_x : into.o.x;
+    into.o.y = folds ? new_y : into.o.y;
   }
   static __device__ __forceinline__ Fold FoldAt(const Fold& fold, int lane) {
     return {__shfl_sync(0xffffffffu, fold.into_weight, lane),
@@ -312,18 +318,17 @@ class AttendFolder {
         const PartFolds folds = FoldsOf(unit, base, count, m_l, chunk.m, sequence.m);
         WaitForCopies<0>();
         __syncwarp();
-#pragma unroll 2
+#pragma unroll 4
         for (int i = 0; i < count; ++i) {
-          const Fold part = FoldAt(folds.part, i);
           const float l = __shfl_sync(0xffffffffu, folds.l, i);
-          if ((folds.not_empty >> i & 1) != 0)
-            FoldWeighted(chunk, part, l, staged[kPartBytes / 8 * i + lane_]);
-          if ((folds.ends_chunk >> i & 1) == 0) continue;
-          const Fold whole = FoldAt(folds.chunk, i);
-          if ((folds.chunk_not_empty >> i & 1) != 0) {
-            FoldWeighted(sequence, whole, chunk.l, chunk.o);
-          }
-          chunk = EmptyState();
+          const float2 o = staged[kPartBytes / 8 * i + lane_];
+          FoldWhere((folds.not_empty >> i & 1) != 0, chunk, FoldAt(folds.part, i), l, o);
+          const bool ends = (folds.ends_chunk >> i & 1) != 0;
+          FoldWhere(ends && (folds.chunk_not_empty >> i & 1) != 0, sequence, FoldAt(folds.chunk, i),
+                    chunk.l, chunk.o);
+          chunk.l = ends ? 0.0f : chunk.l;
+          chunk.o.x = ends ? 0.0f : chunk.o.x;
+          chunk.o.y = ends ? 0.0f : chunk.o.y;
         }
         chunk.m = folds.chunk_m;
         sequence.m = folds.sequence_m;

@@ -195,6 +195,8 @@ class AttendSplit {
   __device__ __forceinline__ void CopyPiece(const std::byte* row, uint32_t present) {
     constexpr int kHalf = HalfOf(kPiece);
     constexpr int kStep = kPiece % kHalfPieces / Shape::kHalves;
+    // Every lane has read what was there.
+    __syncwarp();
     if (present != 0) {
       CopyRows<DimsOf(kHalf), kHalf * Shape::kPieceDims, kPiece >= kHalfPieces>(
           buffers_ + kPiece % Shape::kBuffers * Shape::kBufferBytes, args_, row, present, kStep,

@@ -134,10 +134,9 @@ __device__ uint32_t CollectCandidates(const uint32_t* keys, int64_t n, uint32_t 
     uint32_t at = 0;
     if (threadIdx.x % 32 == 31) at = atomicAdd(&shared.count, static_cast<uint32_t>(through));
     at = __shfl_sync(0xffffffffu, at, 31) + through - count;
-#pragma unroll
-    for (int i = 0; i < kKeysAThread; ++i) {
-      if ((wanted >> i & 1) == 0) continue;
-      if (at < kCandidates) candidates[at] = KeyAndPosition(key[i], first + PlaceOf(i));
+    for (; wanted != 0; wanted &= wanted - 1) {
+      const int64_t position = first + PlaceOf(__ffs(wanted) - 1);
+      if (at < kCandidates) candidates[at] = KeyAndPosition(keys[position], position);
       ++at;
     }
   }
