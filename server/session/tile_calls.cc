@@ -157,6 +157,7 @@ absl::Status StepTileCall::PlanRow(SessionImpl& session, const TileRow& row, int
                         absl::StrCat("0 (all) .. ", spec.block_tokens));
   }
   int64_t tokens = 0;
+  int64_t host_blocks = 0;
   for (size_t i = 0; i < row.block_ids.size(); ++i) {
     const uint32_t block_id = row.block_ids[i];
     SLUICE_RETURN_IF_ERROR(session.CheckBlockId(block_id, "rows.block_ids"));
@@ -176,6 +177,7 @@ absl::Status StepTileCall::PlanRow(SessionImpl& session, const TileRow& row, int
     }
     tokens += need;
     work_->addresses.push_back(entry.slot);
+    host_blocks += session.blocks_->InHbm(entry.slot) ? 0 : 1;
   }
   if (tokens == 0) return absl::OkStatus();
   AttendSequence attend;
@@ -183,6 +185,7 @@ absl::Status StepTileCall::PlanRow(SessionImpl& session, const TileRow& row, int
   attend.first_row = index;
   attend.query_tokens = 1;
   attend.causal = false;
+  attend.host_blocks = host_blocks;
   work_->attend.push_back(attend);
   return absl::OkStatus();
 }

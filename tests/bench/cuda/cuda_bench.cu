@@ -256,6 +256,7 @@ class Decode {
       AttendSequence sequence;
       sequence.blocks = input.table.data() + i * (c.context / c.block_tokens);
       sequence.context_tokens = c.context;
+      sequence.host_blocks = c.host ? c.context / c.block_tokens : 0;
       sequence.first_row = int64_t{i} * c.query_tokens;
       sequence.query_tokens = c.query_tokens;
       input.sequences.push_back(sequence);
