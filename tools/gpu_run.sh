@@ -21,7 +21,7 @@ run() {
   "$@" || failed+=("$name")
 }
 
-unpack() { mkdir -p "$1" && tar xzf "$here/programs.tar.gz" -C "$1"; }
+unpack() { mkdir -p "$1" && tar xJf "$here/programs.tar.xz" -C "$1"; }
 
 enter() {
   programs=$(mktemp -d)
