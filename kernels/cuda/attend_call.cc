@@ -19,9 +19,11 @@ int64_t TableBytes(const AttendParams& params, const AttendSequence& sequence) {
          static_cast<int64_t>(sizeof(std::byte*));
 }
 
-// Blocks of threads that fill the link to host memory several times over, and leave most of the GPU
-// to other streams: a call that waits for the link would hold it all for milliseconds.
-constexpr int kHostBlocksOfThreads = 32;
+// Blocks of threads of a call that waits for the link to host memory: with all of the GPU it would
+// hold the others up for milliseconds. These have some 0.8 MB on their way, several times what
+// fills the link; more would only queue up there, in front of every small copy and launch of the
+// others.
+constexpr int kHostBlocksOfThreads = 8;
 // HBM is read this many times as fast by so few blocks.
 constexpr int64_t kHbmSpeedup = 5;
 
@@ -52,7 +54,10 @@ AttendCall::AttendCall(AttendPlan* plan, const AttendParams& params, int num_sms
   const KvLayout& layout = params.layout;
   pieces_ = PiecesOf(layout.head_dim, MaxRows(params));
   int blocks_of_threads = num_sms * BlocksPerSm(layout.head_dim);
-  if (WaitsForLink(params)) blocks_of_threads = std::min(blocks_of_threads, kHostBlocksOfThreads);
+  if (WaitsForLink(params)) {
+    blocks_of_threads =
+        std::min(blocks_of_threads, std::max(kHostBlocksOfThreads, layout.num_kv_heads));
+  }
   plan->Build(params, 8 * pieces_, blocks_of_threads);
   int64_t tables_bytes = 0;
   for (int64_t i = 0; i < params.num_sequences; ++i) {

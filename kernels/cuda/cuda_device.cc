@@ -18,6 +18,8 @@
 namespace sluice {
 namespace {
 
+// What the attention kernels take at the largest head_dim.
+constexpr size_t kNeededSharedBytes = 227 << 10;
 // Buffers are made of whole granules, and streams have some of their own: beyond the budget a
 // sixteenth and this much may be taken.
 constexpr int64_t kRoundingShareDivisor = 16;
@@ -101,6 +103,12 @@ absl::StatusOr<std::unique_ptr<Device>> CreateCudaDevice(const CudaDeviceOptions
     status = absl::UnavailableError(absl::StrCat(properties.name, " has compute capability ",
                                                  properties.major, ".", properties.minor,
                                                  "; 8.0 is needed"));
+  }
+  if (status.ok() && properties.sharedMemPerBlockOptin < kNeededSharedBytes) {
+    status = absl::UnavailableError(
+        absl::StrCat(properties.name, " has ", properties.sharedMemPerBlockOptin,
+                     " bytes of shared memory a block of threads; the kernels need ",
+                     kNeededSharedBytes, ", as on Hopper"));
   }
   if (status.ok()) status = cuda::LoadDriver();
   if (status.ok()) {
