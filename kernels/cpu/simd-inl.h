@@ -63,6 +63,22 @@ HWY_INLINE VU LoadSlice(const std::byte* from, [[maybe_unused]] MU tail) {
   return hn::LoadU(DU(), words);
 }
 
+// Without an instruction for it (F16C), Highway widens FP16 by arithmetic that takes infinity and
+// NaN for the numbers of the next exponent, 2^16 and up. No FP16 number is as large as that.
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX2
+inline constexpr bool kWidensSpecials = true;
+#else
+inline constexpr bool kWidensSpecials = false;
+#endif
+HWY_INLINE VF RestoreSpecials(VF widened) {
+  if constexpr (kWidensSpecials) return widened;
+  const DF df;
+  const DU du;
+  const auto special = hn::Ge(hn::Abs(widened), hn::Set(df, 65536.0f));
+  const VU bits = hn::Or(hn::BitCast(du, widened), hn::Set(du, 0x7f800000u));
+  return hn::IfThenElse(special, hn::BitCast(df, bits), widened);
+}
+
 template <DType kDType>
 HWY_INLINE void Widen(VU raw, VF& first, VF& second) {
   const DF df;
@@ -75,8 +91,8 @@ HWY_INLINE void Widen(VU raw, VF& first, VF& second) {
     const hn::Repartition<uint16_t, DF> d16;
     const hn::Half<decltype(d16)> d16_half;
     const auto halves = hn::BitCast(d16, raw);
-    first = hn::PromoteTo(df, hn::BitCast(dh, hn::LowerHalf(d16_half, halves)));
-    second = hn::PromoteTo(df, hn::BitCast(dh, hn::UpperHalf(d16_half, halves)));
+    first = RestoreSpecials(hn::PromoteTo(df, hn::BitCast(dh, hn::LowerHalf(d16_half, halves))));
+    second = RestoreSpecials(hn::PromoteTo(df, hn::BitCast(dh, hn::UpperHalf(d16_half, halves))));
   }
 }
 
