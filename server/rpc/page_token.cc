@@ -13,21 +13,27 @@ namespace {
 constexpr size_t kChecksumDigits = 8;
 
 // FNV-1a: enough against accidents, and the same in every build of the daemon.
-std::string Checksum(absl::string_view text) {
+std::string Checksum(absl::string_view scope, absl::string_view body) {
   uint32_t hash = 2166136261u;
-  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 16777619u;
+  const auto add = [&](absl::string_view text) {
+    for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 16777619u;
+  };
+  add(scope);
+  add(absl::string_view("\0", 1));
+  add(body);
   return absl::StrFormat("%08x", hash);
 }
 
 }  // namespace
 
-std::string EncodePageToken(PageKind kind, absl::string_view cursor) {
+std::string EncodePageToken(PageKind kind, absl::string_view scope, absl::string_view cursor) {
   std::string body(1, static_cast<char>(kind));
   absl::StrAppend(&body, cursor);
-  return absl::WebSafeBase64Escape(absl::StrCat(Checksum(body), body));
+  return absl::WebSafeBase64Escape(absl::StrCat(Checksum(scope, body), body));
 }
 
-absl::StatusOr<std::string> DecodePageToken(PageKind kind, absl::string_view token) {
+absl::StatusOr<std::string> DecodePageToken(PageKind kind, absl::string_view scope,
+                                            absl::string_view token) {
   if (token.empty()) return std::string();
   std::string text;
   const bool decoded = absl::WebSafeBase64Unescape(token, &text);
@@ -35,8 +41,9 @@ absl::StatusOr<std::string> DecodePageToken(PageKind kind, absl::string_view tok
                                      ? absl::string_view(text).substr(kChecksumDigits)
                                      : absl::string_view();
   if (body.empty() || body[0] != static_cast<char>(kind) ||
-      absl::string_view(text).substr(0, kChecksumDigits) != Checksum(body)) {
-    return InvalidField("page_token", token, "next_page_token of the page before, or nothing");
+      absl::string_view(text).substr(0, kChecksumDigits) != Checksum(scope, body)) {
+    return InvalidField("page_token", token,
+                        "next_page_token of the page before of the same listing, or nothing");
   }
   return std::string(body.substr(1));
 }

@@ -117,8 +117,9 @@ class SequenceServiceImpl final : public Base {
     SLUICE_ASSIGN_OR_RETURN(const auto session, context_.FindSession(request.session()));
     SLUICE_ASSIGN_OR_RETURN(const int64_t page_size,
                             PageSize(request.page_size(), kDefaultPageSize, kMaxPageSize));
-    SLUICE_ASSIGN_OR_RETURN(const std::string cursor,
-                            DecodePageToken(PageKind::kSequences, request.page_token()));
+    SLUICE_ASSIGN_OR_RETURN(
+        const std::string cursor,
+        DecodePageToken(PageKind::kSequences, request.session().name(), request.page_token()));
     uint32_t first_id = 0;
     if (!cursor.empty() && !absl::SimpleAtoi(cursor, &first_id)) {
       return InvalidField("page_token", request.page_token(), "next_page_token of the page before");
@@ -129,8 +130,8 @@ class SequenceServiceImpl final : public Base {
       const std::vector<SequenceInfo> infos = session->ListSequences(first_id, kReadAtOnce);
       for (const SequenceInfo& info : infos) {
         if (response->sequences_size() == page_size || listed_bytes > page_bytes) {
-          response->set_next_page_token(
-              EncodePageToken(PageKind::kSequences, absl::StrCat(info.sequence_id)));
+          response->set_next_page_token(EncodePageToken(
+              PageKind::kSequences, request.session().name(), absl::StrCat(info.sequence_id)));
           return absl::OkStatus();
         }
         v1::Sequence* const sequence = response->add_sequences();

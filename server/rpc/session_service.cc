@@ -73,12 +73,12 @@ class SessionServiceImpl final : public Base {
           SLUICE_ASSIGN_OR_RETURN(const int64_t page_size,
                                   PageSize(request.page_size(), kDefaultPageSize, kMaxPageSize));
           SLUICE_ASSIGN_OR_RETURN(const std::string first_name,
-                                  DecodePageToken(PageKind::kSessions, request.page_token()));
+                                  DecodePageToken(PageKind::kSessions, "", request.page_token()));
           const std::vector<SessionInfo> infos =
               context_.sessions().List(first_name, page_size + 1);
           for (const SessionInfo& info : infos) {
             if (response->sessions_size() == page_size) {
-              response->set_next_page_token(EncodePageToken(PageKind::kSessions, info.name));
+              response->set_next_page_token(EncodePageToken(PageKind::kSessions, "", info.name));
               break;
             }
             ToProto(info, response->add_sessions());

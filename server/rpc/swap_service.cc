@@ -7,6 +7,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "server/base/error.h"
 #include "server/base/status_macros.h"
@@ -35,12 +36,21 @@ using Base = v1::SwapService::WithRawCallbackMethod_OffloadBlocks<
                         v1::SwapService::WithRawCallbackMethod_DropBlocks<
                             v1::SwapService::Service>>>>>>>;
 
-std::string EncodeCursor(const Session::BlockCursor& cursor) {
-  return EncodePageToken(PageKind::kBlocks, absl::StrCat(cursor.layer, ":", cursor.block_id));
+// What a ListBlocks request lists, pages apart.
+std::string ScopeOf(const v1::ListBlocksRequest& request) {
+  return absl::StrCat(request.session().name(), "|", request.tier(), "|",
+                      absl::StrJoin(request.layers(), ","));
 }
 
-absl::StatusOr<Session::BlockCursor> DecodeCursor(const std::string& page_token) {
-  SLUICE_ASSIGN_OR_RETURN(const std::string text, DecodePageToken(PageKind::kBlocks, page_token));
+std::string EncodeCursor(const std::string& scope, const Session::BlockCursor& cursor) {
+  return EncodePageToken(PageKind::kBlocks, scope,
+                         absl::StrCat(cursor.layer, ":", cursor.block_id));
+}
+
+absl::StatusOr<Session::BlockCursor> DecodeCursor(const std::string& scope,
+                                                  const std::string& page_token) {
+  SLUICE_ASSIGN_OR_RETURN(const std::string text,
+                          DecodePageToken(PageKind::kBlocks, scope, page_token));
   Session::BlockCursor cursor;
   if (text.empty()) return cursor;
   const std::pair<std::string, std::string> parts = absl::StrSplit(text, ':');
@@ -103,14 +113,16 @@ class SwapServiceImpl final : public Base {
           SLUICE_ASSIGN_OR_RETURN(const int64_t page_size,
                                   PageSize(request.page_size(), kDefaultPageSize, kMaxPageSize));
           SLUICE_ASSIGN_OR_RETURN(const Session::BlockCursor cursor,
-                                  DecodeCursor(request.page_token()));
+                                  DecodeCursor(ScopeOf(request), request.page_token()));
           Tier tier = Tier::kNone;
           SLUICE_RETURN_IF_ERROR(FromProto(request.tier(), "tier", &tier));
           SLUICE_ASSIGN_OR_RETURN(
               const Session::BlockPage page,
               session->ListBlocks(SpanOf(request.layers()), tier, cursor, page_size));
           AddBlocks(page.blocks, response->mutable_blocks());
-          if (page.more) response->set_next_page_token(EncodeCursor(page.next));
+          if (page.more) {
+            response->set_next_page_token(EncodeCursor(ScopeOf(request), page.next));
+          }
           return absl::OkStatus();
         });
   }

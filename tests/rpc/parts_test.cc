@@ -74,21 +74,22 @@ TEST(Status, EveryErrorHasAReason) {
 
 TEST(PageToken, ComesBackAndIsChecked) {
   for (const std::string cursor : {"a", "", "12:4", "\xff/:"}) {
-    const std::string token = EncodePageToken(PageKind::kBlocks, cursor);
-    EXPECT_EQ(*DecodePageToken(PageKind::kBlocks, token), cursor);
-    EXPECT_FALSE(DecodePageToken(PageKind::kSessions, token).ok());
+    const std::string token = EncodePageToken(PageKind::kBlocks, "scope", cursor);
+    EXPECT_EQ(*DecodePageToken(PageKind::kBlocks, "scope", token), cursor);
+    EXPECT_FALSE(DecodePageToken(PageKind::kSessions, "scope", token).ok());
+    EXPECT_FALSE(DecodePageToken(PageKind::kBlocks, "other", token).ok());
     for (size_t i = 0; i < token.size(); ++i) {
       std::string mangled = token;
       mangled[i] = mangled[i] == 'A' ? 'B' : 'A';
-      const auto decoded = DecodePageToken(PageKind::kBlocks, mangled);
+      const auto decoded = DecodePageToken(PageKind::kBlocks, "scope", mangled);
       if (decoded.ok()) {
         // Bits behind the last byte mean nothing.
         EXPECT_EQ(*decoded, cursor);
       }
     }
   }
-  EXPECT_EQ(*DecodePageToken(PageKind::kBlocks, ""), "");
-  EXPECT_EQ(ReasonOf(DecodePageToken(PageKind::kBlocks, "bad").status()), "INVALID_FIELD");
+  EXPECT_EQ(*DecodePageToken(PageKind::kBlocks, "scope", ""), "");
+  EXPECT_EQ(ReasonOf(DecodePageToken(PageKind::kBlocks, "scope", "bad").status()), "INVALID_FIELD");
 }
 
 TEST(PageToken, SizeHasADefaultAndABound) {

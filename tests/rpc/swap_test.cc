@@ -60,6 +60,26 @@ class SwapTest : public ::testing::Test {
   Model model;
 };
 
+TEST_F(SwapTest, APageTokenGoesWithItsListingAlone) {
+  Store(model.Offload(1, {4, 0, 63}));
+  v1::ListBlocksRequest request;
+  *request.mutable_session() = model.handle;
+  request.set_page_size(1);
+  v1::ListBlocksResponse response;
+  ASSERT_TRUE(Invoke(*daemon.swap, &Swap::ListBlocks, request, &response).ok());
+  request.set_page_token(response.next_page_token());
+  ASSERT_TRUE(Invoke(*daemon.swap, &Swap::ListBlocks, request, &response).ok());
+  EXPECT_EQ(response.blocks(0).block_id(), 4u);
+  v1::ListBlocksRequest filtered = request;
+  filtered.add_layers(1);
+  EXPECT_EQ(Invoke(*daemon.swap, &Swap::ListBlocks, filtered, &response).error_code(),
+            grpc::StatusCode::INVALID_ARGUMENT);
+  filtered = request;
+  filtered.set_tier(v1::TIER_HOST);
+  EXPECT_EQ(Invoke(*daemon.swap, &Swap::ListBlocks, filtered, &response).error_code(),
+            grpc::StatusCode::INVALID_ARGUMENT);
+}
+
 TEST_F(SwapTest, BlocksComeBackBitForBit) {
   const v1::OffloadBlocksResponse stored = Store(model.Offload(1, {4, 0, 63}));
   EXPECT_EQ(stored.stored_blocks(), 3);
