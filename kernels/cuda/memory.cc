@@ -190,10 +190,12 @@ class Memory {
     range->kind = kind;
     range->bytes = RoundUp(bytes, unit);
     std::byte* data = nullptr;
-    // The smallest that was given back and is not far too large.
+    // The smallest that was given back and is not far too large. Of device memory one of this very
+    // size: what is committed in it counts against the budget.
     std::multimap<int64_t, std::byte*>& kept_ranges = kept_[static_cast<int>(kind)];
     const auto kept = kept_ranges.lower_bound(range->bytes);
-    if (kept != kept_ranges.end() && kept->first <= 2 * range->bytes) {
+    const int64_t most_bytes = kind == MemoryKind::kDevice ? range->bytes : 2 * range->bytes;
+    if (kept != kept_ranges.end() && kept->first <= most_bytes) {
       data = kept->second;
       kept_ranges.erase(kept);
       *reserved_bytes = range->bytes;
@@ -278,9 +280,9 @@ class Memory {
     const int64_t large = kLargeRunBytes / granule_bytes_;
     for (; last - first >= large; first += large) {
       CUmemGenericAllocationHandle handle = 0;
-      absl::Status status = Create(large, &handle);
-      if (!status.ok()) return status;
-      status = Map(data + first * granule_bytes_, large * granule_bytes_, handle);
+      // Where there is no such piece, there may be granules.
+      if (!Create(large, &handle).ok()) break;
+      absl::Status status = Map(data + first * granule_bytes_, large * granule_bytes_, handle);
       if (!status.ok()) {
         SLUICE_CUDA_CHECK(driver().release(handle));
         num_granules_ -= large;
@@ -297,7 +299,11 @@ class Memory {
           spare_handles_.push_back(handle);
         } else {
           EndKeptRanges();
-          if (spare_handles_.empty()) return status;
+          if (spare_handles_.empty()) {
+            status = Create(1, &handle);
+            if (!status.ok()) return status;
+            spare_handles_.push_back(handle);
+          }
         }
       }
       absl::Status status =

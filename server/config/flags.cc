@@ -30,7 +30,8 @@ ABSL_FLAG(std::string, device, "auto",
           "GPU where one can be used and else the CPU.");
 ABSL_FLAG(
     int64_t, hbm_budget_bytes, 0,
-    "Device memory that the daemon takes. 0: nine tenths of the HBM that is free at start; on "
+    "Device memory that the daemon takes; what its parts lose to rounding, at most a sixteenth and "
+    "128 MiB, may come on top. 0: nine tenths of the HBM that is free at start; on "
     "the CPU device a quarter of the machine's memory.");
 ABSL_FLAG(int64_t, hbm_block_budget_bytes, -1,
           "What blocks may take of --hbm_budget_bytes; the rest is for projected keys, tables, "

@@ -70,7 +70,8 @@ BlockInfo SessionImpl::InfoOf(uint32_t layer, uint32_t block_id) const {
   info.num_tables = blocks_->num_tables(block_id);
   if (!entry.present()) return info;
   info.state = entry.stored() ? BlockState::kStored : BlockState::kReserved;
-  info.tier = blocks_->InHbm(entry.slot) ? Tier::kHbm : Tier::kHost;
+  const bool in_hbm = entry.slot != nullptr ? blocks_->InHbm(entry.slot) : entry.lent_in_hbm;
+  info.tier = in_hbm ? Tier::kHbm : Tier::kHost;
   info.valid_tokens = entry.valid_tokens;
   info.predicted = entry.stored() && entry.projected != nullptr;
   info.version = entry.version;

@@ -120,11 +120,24 @@ absl::StatusOr<int64_t> SessionImpl::ReserveBlocks(absl::Span<const uint32_t> bl
                               " blocks while replaced ones are still being read"))
         .Retry(absl::Milliseconds(10));
   }
+  // Rows are within what the session has reserved, but their pages may not be to be had.
+  scratch_rows_.clear();
+  for (int64_t i = 0; i < count; ++i) {
+    std::byte* const row = rows_->Take();
+    if (row == nullptr) {
+      for (std::byte* const given : scratch_rows_) rows_->Give(given);
+      blocks_->GiveSlots(scratch_slots_);
+      return NoMemory(rows_->status(), Reason::kDeviceMemory);
+    }
+    scratch_rows_.push_back(row);
+  }
   int64_t taken = 0;
   for (const uint32_t block_id : block_ids) {
     for (int64_t layer = 0; layer < spec_.num_layers; ++layer) {
       BlockEntry& entry = blocks_->at(layer, block_id);
-      if (!entry.present()) blocks_->Reserve(entry, scratch_slots_[taken++], rows_->Take());
+      if (entry.present()) continue;
+      blocks_->Reserve(entry, scratch_slots_[taken], scratch_rows_[taken]);
+      ++taken;
     }
   }
   return count;

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "kernels/ops/check.h"
 #include "kernels/ops/projection.h"
 #include "server/base/error.h"
 #include "server/base/status_macros.h"
@@ -16,6 +17,8 @@ namespace sluice {
 namespace {
 
 constexpr absl::Duration kQueueRetry = absl::Milliseconds(20);
+// What other calls and sessions give back is there for the next.
+constexpr absl::Duration kMemoryRetry = absl::Milliseconds(100);
 
 absl::string_view DTypeName(DType dtype) {
   switch (dtype) {
@@ -367,8 +370,9 @@ absl::Status SessionImpl::Admit() const {
 absl::Status SessionImpl::NoMemory(const absl::Status& status, Reason reason) const {
   SLUICE_RETURN_IF_ERROR(CheckDevice(*device_));
   return Error(
-      absl::StatusCode::kResourceExhausted, reason,
-      absl::StrCat("within the budgets, but the machine gave no memory: ", status.message()));
+             absl::StatusCode::kResourceExhausted, reason,
+             absl::StrCat("within the budgets, but the machine gave no memory: ", status.message()))
+      .Retry(kMemoryRetry);
 }
 
 absl::Status SessionImpl::MakeRoom(Stream& stream, int64_t array_bytes) {
@@ -578,10 +582,12 @@ int64_t SessionImpl::AttendArrayBytes(int64_t context_tokens, int64_t query_toke
   // The smallest units of any device, and what each is told: kernels/cuda/attend_args.h.
   constexpr int64_t kUnitTokens = 128;
   constexpr int64_t kUnitRows = 8;
-  constexpr int64_t kUnitBytes = 32;
+  constexpr int64_t kUnitBytes = 64;
+  // Teams of blocks of threads and counters of kv heads.
+  constexpr int64_t kTeamsBytes = 4096;
   const int64_t rows = query_tokens * spec_.num_query_heads / spec_.num_kv_heads;
   const int64_t num_units = (context_tokens / kUnitTokens + 1) * (rows / kUnitRows + 1);
-  return num_units * kUnitBytes + 2 * static_cast<int64_t>(sizeof(AttendSequence)) +
+  return kTeamsBytes + num_units * kUnitBytes + 2 * static_cast<int64_t>(sizeof(AttendSequence)) +
          (context_tokens / spec_.block_tokens + 1) * static_cast<int64_t>(sizeof(std::byte*));
 }
 
@@ -621,6 +627,8 @@ void SessionImpl::LaunchAttend(AttendParams params, std::vector<AttendSequence>*
       }
     }
     params.num_sequences = fits;
+    // What would not fit would write into the memory of others.
+    SLUICE_CHECK(fits > 1 || ops_.AttendWorkspaceBytes(params) <= room_bytes);
     ops_.Attend(params, *attention_stream_);
   }
 }

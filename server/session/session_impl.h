@@ -278,6 +278,7 @@ class SessionImpl final : public Session {
   LazyArray<uint64_t> block_marks_;    // [max_blocks]: stamp
   LazyArray<uint32_t> block_writers_;  // [max_blocks]: index of the sequence that writes it
   std::vector<std::byte*> scratch_slots_;
+  std::vector<std::byte*> scratch_rows_;
 };
 
 // UNAVAILABLE DEVICE_FAILED where the device has failed. Asked once work has been seen complete: an

@@ -327,10 +327,11 @@ absl::StatusOr<DeviceBudget> ChooseBudgets(const DeviceInfo& device,
     options->hbm_budget_bytes =
         device.has_hbm ? device.free_memory_bytes / 10 * 9 : device.total_memory_bytes / 4;
   }
-  if (options->host_budget_bytes == 0) options->host_budget_bytes = MachineMemoryBytes() / 2;
   if (options->transfer_staging_bytes == 0) {
     options->transfer_staging_bytes = std::max(kStagingBytes, 2 * options->max_message_bytes);
   }
+  const int64_t machine_bytes = MachineMemoryBytes();
+  if (options->host_budget_bytes == 0) options->host_budget_bytes = machine_bytes / 2;
   if (options->transfer_staging_threads == 0) {
     options->transfer_staging_threads = static_cast<int>(
         std::clamp<unsigned>(std::thread::hardware_concurrency(), 1, kMaxStagingThreads));
@@ -352,6 +353,14 @@ absl::StatusOr<DeviceBudget> ChooseBudgets(const DeviceInfo& device,
     return InvalidField(
         "transfer_staging_bytes", options->transfer_staging_bytes,
         absl::StrCat("max_message_bytes (", options->max_message_bytes, ") or more"));
+  }
+  // With a GPU all of it is taken at start: a machine that has not that much would end the process.
+  const int64_t pinned_bytes = options->host_budget_bytes + options->transfer_staging_bytes;
+  if (device.has_hbm && pinned_bytes > machine_bytes) {
+    return InvalidField(
+        "host_budget_bytes", options->host_budget_bytes,
+        absl::StrCat("with transfer_staging_bytes (", options->transfer_staging_bytes,
+                     ") at most what the machine or the control group has, ", machine_bytes));
   }
   DeviceBudget budget;
   budget.total_bytes = options->hbm_budget_bytes;
@@ -402,18 +411,19 @@ absl::StatusOr<std::unique_ptr<SessionManager>> SessionManager::Create(
   }
   auto host_store = std::make_unique<MemorySlotStore>(
       MemorySlotStoreOptions{.budget_bytes = options.host_budget_bytes}, device);
+  // Blocks first: what of their part is no whole GiB is made of the granules that are then taken
+  // for sessions.
+  if (hbm_store != nullptr) {
+    SLUICE_RETURN_IF_ERROR(TakeAtStart("HBM for blocks", MemoryKind::kDevice, budget.block_bytes,
+                                       [&] { return hbm_store->TakeAll(); }));
+  }
   if (device->info().has_hbm) {
-    // Nothing is asked of the driver while calls are served.
     SLUICE_RETURN_IF_ERROR(
         TakeAtStart("HBM for sessions", MemoryKind::kDevice, budget.session_bytes(),
                     [&] { return device->TakeDeviceMemory(budget.session_bytes()); }));
     SLUICE_RETURN_IF_ERROR(TakeAtStart("pinned host memory for blocks", MemoryKind::kHost,
                                        options.host_budget_bytes,
                                        [&] { return host_store->TakeAll(); }));
-  }
-  if (hbm_store != nullptr) {
-    SLUICE_RETURN_IF_ERROR(TakeAtStart("HBM for blocks", MemoryKind::kDevice, budget.block_bytes,
-                                       [&] { return hbm_store->TakeAll(); }));
   }
   std::unique_ptr<TransferStaging> staging;
   if (!device->info().reads_any_host_memory) {

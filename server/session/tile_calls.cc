@@ -148,9 +148,11 @@ StepTileCall::~StepTileCall() = default;
 // Appends a row's addresses and its entry in `attend`, or says what is wrong with it.
 absl::Status StepTileCall::PlanRow(SessionImpl& session, const TileRow& row, int64_t index) {
   const SessionSpec& spec = session.spec_;
-  if (std::ssize(row.block_ids) > spec.tile_blocks) {
+  // What is set aside for splits is enough for max_blocks blocks.
+  if (std::ssize(row.block_ids) > std::min(spec.tile_blocks, spec.max_blocks)) {
     return InvalidField("rows.block_ids", absl::StrCat(row.block_ids.size(), " ids"),
-                        absl::StrCat("at most tile_blocks (", spec.tile_blocks, ")"));
+                        absl::StrCat("at most tile_blocks (", spec.tile_blocks,
+                                     ") and at most max_blocks (", spec.max_blocks, ")"));
   }
   if (row.last_block_valid_tokens > spec.block_tokens) {
     return InvalidField("rows.last_block_valid_tokens", row.last_block_valid_tokens,

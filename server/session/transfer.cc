@@ -35,7 +35,9 @@ std::byte* Source(const std::byte* data) { return const_cast<std::byte*>(data); 
 
 // What the device is told of a batch.
 int64_t ArrayBytes(const OffloadCall& call) {
-  return std::ssize(call.blocks) * static_cast<int64_t>(sizeof(TokenCopy) + sizeof(ProjectBlock));
+  constexpr int64_t kAlignmentBytes = 2 * 256;  // of the two lists
+  return kAlignmentBytes +
+         std::ssize(call.blocks) * static_cast<int64_t>(sizeof(TokenCopy) + sizeof(ProjectBlock));
 }
 
 }  // namespace
@@ -222,6 +224,7 @@ absl::Status SessionImpl::TakeRows(OffloadCall& call) {
     for (OffloadCall::Work::Target& taken : call.work_->targets) {
       if (taken.row != nullptr) rows_->Give(taken.row);
     }
+    if (free_rows > 0) return NoMemory(rows_->status(), Reason::kDeviceMemory);
     return Error(absl::StatusCode::kResourceExhausted, Reason::kPredictionMemory,
                  absl::StrCat("no A_g memory for ", call.blocks.size(),
                               " blocks while the ones they replace are still being read"))
@@ -268,6 +271,7 @@ absl::Status SessionImpl::PlanOffload(OffloadCall& call) {
       if (predict && target.row == nullptr) std::swap(target.row, row);
       if (row != nullptr) rows_->Give(row);
       entry.num_fillers = 1;
+      entry.lent_in_hbm = blocks_->InHbm(target.slot);
     } else {
       target.slot = work.fresh_slots[next_fresh++];
     }

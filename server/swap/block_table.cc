@@ -198,8 +198,10 @@ int64_t BlockTable::Drop(int64_t layer, int64_t block_id) {
   Retire(entry.slot, entry.projected);
   ClearTag(layer * options_.max_blocks + block_id, entry);
   const uint16_t num_fillers = entry.num_fillers;
+  const bool lent_in_hbm = entry.lent_in_hbm;
   entry = BlockEntry();
   entry.num_fillers = num_fillers;
+  entry.lent_in_hbm = lent_in_hbm;
   return freed_bytes;
 }
 

@@ -40,6 +40,7 @@ struct BlockEntry {
   uint16_t valid_tokens = 0;       // 0: reserved only
   uint16_t num_fillers = 0;        // offloads that hold this entry's reserved slot: 0 or 1
   bool tagged = false;
+  bool lent_in_hbm = false;  // where the slot lies that a filler holds
 
   bool stored() const { return valid_tokens > 0; }
   bool present() const { return slot != nullptr || num_fillers > 0; }

@@ -30,9 +30,8 @@ std::byte* RowPool::Take() {
   if (end_bytes > committed_bytes_) {
     const int64_t target_bytes =
         std::min(buffer_.bytes(), (end_bytes + kCommitBytes - 1) / kCommitBytes * kCommitBytes);
-    if (!device_->Commit(buffer_, committed_bytes_, target_bytes - committed_bytes_).ok()) {
-      return nullptr;
-    }
+    status_ = device_->Commit(buffer_, committed_bytes_, target_bytes - committed_bytes_);
+    if (!status_.ok()) return nullptr;
     committed_bytes_ = target_bytes;
   }
   ++used_rows_;

@@ -22,8 +22,11 @@ class RowPool {
   [[nodiscard]] static absl::StatusOr<RowPool> Create(int64_t capacity_rows, int64_t row_bytes,
                                                       Device* device);
 
-  // A row's address, or null where none is left. What a new row holds is not defined.
+  // A row's address, or null: none is left, or its pages are not to be had (`status`). What a new
+  // row holds is not defined.
   std::byte* Take();
+  // Why the newest Take gave null although rows are left; OK where none was.
+  const absl::Status& status() const { return status_; }
   void Give(std::byte* row);
 
   int64_t free_rows() const { return capacity_rows_ - used_rows_; }
@@ -44,6 +47,7 @@ class RowPool {
   int64_t fresh_rows_ = 0;       // rows from here on were never handed out
   int64_t committed_bytes_ = 0;  // pages up to here are usable
   int64_t used_rows_ = 0;
+  absl::Status status_;
   std::vector<std::byte*> freed_;
 };
 

@@ -148,5 +148,34 @@ TEST_F(Failure, MemoryThatIsOutIsAnAnswerAndTheCallCanBeMadeAgain) {
   twice(begin);
 }
 
+// Pages of A_g come as blocks do.
+TEST_F(Failure, PagesOfProjectedKeysThatAreOutAreAnAnswerThatTakesNothing) {
+  SessionSpec spec = SmallSpec();
+  spec.name = "large-rows";
+  spec.num_query_heads = spec.num_kv_heads = 8;
+  spec.block_tokens = 256;
+  spec.rank = 32;
+  Open(spec);
+  ASSERT_TRUE(OffloadTokens(0, 0, RandomTokens(256)).ok());
+  const auto retried = [](const absl::Status& status) {
+    EXPECT_REASON(status, StatusCode::kResourceExhausted, "DEVICE_MEMORY");
+    EXPECT_TRUE(status.GetPayload("sluice/retry_ms").has_value());
+  };
+  const Tokens tokens = RandomTokens(40 * 256);
+  const int64_t used_bytes = HostBytes();
+  const int64_t used_rows = Item("a_g").used_bytes;
+  device_->commits_left = 0;
+  retried(Put(3, 1, 0, Ids(10, 20)));
+  EXPECT_EQ(HostBytes(), used_bytes);
+  EXPECT_EQ(Item("a_g").used_bytes, used_rows);
+  device_->commits_left = 1 << 30;
+  ASSERT_TRUE(Put(3, 1, 0, Ids(10, 20)).ok());
+  EXPECT_EQ(Item("a_g").used_bytes, used_rows + 40 * spec.num_kv_heads * 256 * 32 * 2);
+  device_->commits_left = 0;
+  retried(OffloadTokens(1, 20, tokens));
+  device_->commits_left = 1 << 30;
+  EXPECT_TRUE(OffloadTokens(1, 20, tokens).ok());
+}
+
 }  // namespace
 }  // namespace sluice

@@ -226,6 +226,43 @@ TEST_F(ReservationTest, EachSettingThatWouldFitDoesAndOneMoreDoesNot) {
   }
 }
 
+// The CPU device, taken for a GPU.
+class DeviceWithHbm final : public Device {
+ public:
+  explicit DeviceWithHbm(Device* device) : device_(*device), info_(device->info()) {
+    info_.has_hbm = true;
+  }
+  const DeviceInfo& info() const override { return info_; }
+  absl::StatusOr<Buffer> Reserve(MemoryKind kind, int64_t bytes) override {
+    return device_.Reserve(kind, bytes);
+  }
+  absl::Status Commit(const Buffer& buffer, int64_t offset_bytes, int64_t bytes) override {
+    return device_.Commit(buffer, offset_bytes, bytes);
+  }
+  std::unique_ptr<Stream> CreateStream(StreamPriority priority) override {
+    return device_.CreateStream(priority);
+  }
+  Ops& ops() override { return device_.ops(); }
+
+ private:
+  Device& device_;
+  DeviceInfo info_;
+};
+
+TEST_F(ReservationTest, HbmIsSplitAndHostMemoryIsNotMoreThanTheMachineHas) {
+  DeviceWithHbm device(device_.get());
+  SessionManagerOptions options;
+  options.hbm_budget_bytes = 1 << 20;
+  options.host_budget_bytes = 1 << 20;
+  const auto manager = SessionManager::Create(options, &device);
+  ASSERT_TRUE(manager.ok()) << manager.status();
+  EXPECT_EQ((*manager)->options().hbm_block_budget_bytes, 3 << 18);
+  EXPECT_EQ((*manager)->MemoryUsage()[0].budget_bytes, 1 << 18);
+  options.host_budget_bytes = device.info().total_memory_bytes;
+  const absl::Status refused = SessionManager::Create(options, &device).status();
+  EXPECT_EQ(MetaOf(refused, "field"), "host_budget_bytes");
+}
+
 TEST_F(ReservationTest, OptionsOfAManagerAreChecked) {
   const auto field = [&](SessionManagerOptions options) {
     return MetaOf(SessionManager::Create(options, device_.get()).status(), "field");

@@ -141,6 +141,26 @@ TEST_F(TierTest, ASessionsHbmBudgetHoldsAndFollowsTheLatestOpening) {
   EXPECT_EQ(Item("blocks.hbm").reserved_bytes, 16 * kStride);
 }
 
+TEST_F(TierTest, ABlockKeepsItsTierWhileAnOffloadFillsIt) {
+  OpenWithHbm(2);
+  ASSERT_TRUE(Put(0, 1, 0, {5}).ok());  // a slot in each of the two layers
+  ASSERT_EQ(Describe(0, 5).tier, Tier::kHbm);
+  const Tokens tokens = RandomTokens(4);
+  const std::vector<OffloadBlock> blocks = {{0, 5, 0, ""}};
+  StreamGate gate(*ingest_stream_);
+  Waitable<OffloadCall> call;
+  call.blocks = blocks;
+  call.k = View(tokens.k);
+  call.v = View(tokens.v);
+  session_->Offload(&call);
+  EXPECT_EQ(Describe(0, 5).state, BlockState::kReserved);
+  EXPECT_EQ(Describe(0, 5).tier, Tier::kHbm);
+  gate.Open();
+  ASSERT_TRUE(call.Wait().ok());
+  EXPECT_EQ(Describe(0, 5).state, BlockState::kStored);
+  EXPECT_EQ(Describe(0, 5).tier, Tier::kHbm);
+}
+
 // What a refusal says would fit does fit, where blocks have a part of the budget too.
 TEST_F(TierTest, TheBudgetThatARefusalNamesFits) {
   SessionManagerOptions options;

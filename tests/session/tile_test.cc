@@ -201,6 +201,26 @@ TEST_F(Tile, AnEmptyRunGivesZeroAndNoMass) {
   EXPECT_TRUE(finalize_.state_m.empty()) << "not asked for";
 }
 
+// What is set aside for splits is enough for max_blocks blocks, however often an id comes.
+TEST_F(Tile, ARowOfMoreBlocksThanTheSessionHasIsRefused) {
+  SessionSpec spec = SmallSpec();
+  spec.max_blocks = 2;
+  spec.max_sequences = 1;
+  spec.tile_blocks = 65'536;
+  Open(spec);
+  const Tokens tokens = RandomTokens(4);
+  ASSERT_TRUE(OffloadTokens(0, 0, tokens).ok());
+  const Bits q = RandomQ(1);
+  const auto run = Begin(0, q);
+  ASSERT_TRUE(run.ok()) << run.status();
+  const absl::Status refused = Step(*run, 0, {std::vector<uint32_t>(65'536, 0)}).status();
+  EXPECT_REASON(refused, StatusCode::kInvalidArgument, "INVALID_FIELD");
+  EXPECT_EQ(MetaOf(refused, "field"), "rows.block_ids");
+  EXPECT_TRUE(*Step(*run, 0, {{0}}));
+  ASSERT_TRUE(Finalize(*run).ok());
+  ExpectNear(finalize_.out, 0, Reference(q, 0, tokens, 4));
+}
+
 TEST_F(Tile, AStepThatIsRefusedChangesNothing) {
   SessionSpec spec = SmallSpec();
   spec.tile_blocks = 3;
