@@ -203,9 +203,7 @@ CudaStream::~CudaStream() {
 
 StreamPosition CudaStream::Reached() const {
   if (!works()) return enqueued();
-  const StreamPosition reached = *word_.value - word_.base;
-  std::atomic_thread_fence(std::memory_order_acquire);
-  return reached;
+  return __atomic_load_n(word_.value, __ATOMIC_ACQUIRE) - word_.base;
 }
 
 void CudaStream::BeforeWork() {
