@@ -96,7 +96,7 @@ TEST_F(Offload, AMachineThatGivesNoMemoryForAgIsTold) {
   const int64_t host_bytes = HostBytes();
   device_->commits_left = 0;
   EXPECT_REASON(OffloadBlocks(Blocks(0, 32, 2), wire), StatusCode::kResourceExhausted,
-                "PREDICTION_MEMORY");
+                "DEVICE_MEMORY");
   EXPECT_EQ(HostBytes(), host_bytes);
   EXPECT_EQ(Describe(0, 32).state, BlockState::kAbsent);
   ASSERT_TRUE(OffloadBlocks(Blocks(0, 32, 2), wire, PredictMode::kBestEffort).ok());
