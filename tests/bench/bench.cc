@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <utility>
 #include <vector>
 
@@ -25,6 +26,18 @@ double Median(std::vector<double> values) {
 }
 
 }  // namespace
+
+double Percentile(std::vector<double> values, double percent) {
+  const auto rank = static_cast<size_t>(percent / 100 * static_cast<double>(values.size() - 1));
+  std::nth_element(values.begin(), values.begin() + rank, values.end());
+  return values[rank];
+}
+
+void OrDie(const absl::Status& status) {
+  if (status.ok()) return;
+  std::fprintf(stderr, "%s\n", status.ToString().c_str());
+  std::abort();
+}
 
 BenchRegistration::BenchRegistration(const char* name, void (*run)(Bench&)) {
   Entries().push_back({name, run});

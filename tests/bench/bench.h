@@ -12,6 +12,11 @@
 #include <chrono>
 #include <functional>
 #include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
 
 namespace sluice {
 
@@ -43,6 +48,17 @@ double Seconds(const Work& work) {
   const auto begin = std::chrono::steady_clock::now();
   work();
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+// The value that `percent` of them are not above.
+double Percentile(std::vector<double> values, double percent);
+
+// A benchmark whose set-up fails has nothing to say but why.
+void OrDie(const absl::Status& status);
+template <typename T>
+T OrDie(absl::StatusOr<T> result) {
+  OrDie(result.status());
+  return *std::move(result);
 }
 
 }  // namespace sluice

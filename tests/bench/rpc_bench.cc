@@ -38,23 +38,6 @@ std::string Program(const std::string& path) {
   return folder.parent_path().parent_path() / path;
 }
 
-void OrDie(const absl::Status& status) {
-  if (status.ok()) return;
-  std::fprintf(stderr, "%s\n", status.ToString().c_str());
-  std::abort();
-}
-template <typename T>
-T OrDie(absl::StatusOr<T> result) {
-  OrDie(result.status());
-  return *std::move(result);
-}
-
-double Percentile(std::vector<double> values, double percent) {
-  const auto rank = static_cast<size_t>(percent / 100 * static_cast<double>(values.size() - 1));
-  std::nth_element(values.begin(), values.begin() + rank, values.end());
-  return values[rank];
-}
-
 std::vector<uint16_t> RandomBits(int64_t count) {
   std::mt19937 generator(1);
   std::normal_distribution<float> normal;

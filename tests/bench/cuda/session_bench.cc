@@ -36,17 +36,6 @@ constexpr int kSamples = 9;
 // Allows no slot: all of a session's blocks are in host memory.
 constexpr int64_t kNoHbm = 1;
 
-void OrDie(const absl::Status& status) {
-  if (status.ok()) return;
-  std::fprintf(stderr, "%s\n", status.ToString().c_str());
-  std::abort();
-}
-template <typename T>
-T OrDie(absl::StatusOr<T> result) {
-  OrDie(result.status());
-  return *std::move(result);
-}
-
 template <typename C>
 class Waitable : public C {
  public:
@@ -61,12 +50,6 @@ class Waitable : public C {
  private:
   std::atomic<bool> done_{false};
 };
-
-double Percentile(std::vector<double> values, double percent) {
-  const auto rank = static_cast<size_t>(percent / 100 * static_cast<double>(values.size() - 1));
-  std::nth_element(values.begin(), values.begin() + rank, values.end());
-  return values[rank];
-}
 
 // One device and manager for all rows, and pinned memory with random K and V.
 class Gpu {
