@@ -53,6 +53,16 @@ struct DaemonOptions {
   }
 };
 
+// What grpc.health.v1 knows: the whole server, and each service.
+inline constexpr const char* kHealthServices[] = {
+    "",
+    "sluice.v1.SessionService",
+    "sluice.v1.SequenceService",
+    "sluice.v1.SwapService",
+    "sluice.v1.AttentionService",
+    "sluice.v1.AdminService",
+};
+
 // A small geometry: 2 layers, 4 query heads over 2 kv heads of 32, blocks of 16 tokens, rank 16, 64
 // blocks.
 v1::SessionSpec SmallSpec(const std::string& name);

@@ -134,9 +134,7 @@ TEST_F(DeviceFailureTest, HealthSaysNotServingForEveryService) {
   ASSERT_TRUE(watch->Read(&response));
   EXPECT_EQ(response.status(), grpc::health::v1::HealthCheckResponse::NOT_SERVING);
   watch_context.TryCancel();
-  for (const char* name :
-       {"", "sluice.v1.SessionService", "sluice.v1.SequenceService", "sluice.v1.SwapService",
-        "sluice.v1.AttentionService", "sluice.v1.AdminService"}) {
+  for (const char* name : kHealthServices) {
     grpc::ClientContext context;
     request.set_service(name);
     ASSERT_TRUE(stub->Check(&context, request, &response).ok()) << name;

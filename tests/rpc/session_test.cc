@@ -277,9 +277,7 @@ TEST(Health, EveryServiceServesUntilShutdown) {
   const auto stub = grpc::health::v1::Health::NewStub(daemon.NewChannel());
   grpc::health::v1::HealthCheckRequest request;
   grpc::health::v1::HealthCheckResponse response;
-  for (const char* name :
-       {"", "sluice.v1.SessionService", "sluice.v1.SequenceService", "sluice.v1.SwapService",
-        "sluice.v1.AttentionService", "sluice.v1.AdminService"}) {
+  for (const char* name : kHealthServices) {
     grpc::ClientContext context;
     request.set_service(name);
     ASSERT_TRUE(stub->Check(&context, request, &response).ok()) << name;
